@@ -1,0 +1,54 @@
+# Everything is built on `venv`: a fresh clone needs python3 (3.11 or newer) and make, nothing else.
+#
+#   make demo    the built-in model, serial against continuous: where do they part?
+#   make test    all tests, real weights included (fetched once)
+#   make check   lint, format, types, all tests
+#   make bench   the measurements of docs/performance.md
+#   make clean   removes what the above made, the environment included
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/installed
+JOBS ?= $(shell getconf _NPROCESSORS_ONLN)
+REAL_MODEL ?= .cache/models/smollm2-packed-bf16
+
+.PHONY: venv model demo test lint types check bench clean
+.DEFAULT_GOAL := demo
+.DELETE_ON_ERROR:
+
+venv: $(STAMP)
+
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit("detdiff needs Python 3.11 or newer and $(PYTHON) is %d.%d. Name another one: make PYTHON=python3.12 venv" % v[:2])'
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo '$(PYTHON) cannot make virtual environments: on Debian and Ubuntu, install the package python3-venv.' >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,gguf]'
+	@touch $@
+
+model: $(REAL_MODEL)/config.json
+
+$(REAL_MODEL)/config.json: | venv
+	$(BIN)/python tools/real_model.py smollm2 $(REAL_MODEL) --packed --dtype bf16
+
+demo: venv
+	@$(BIN)/detdiff demo
+
+test: venv model
+	DETDIFF_REAL_MODEL=$(REAL_MODEL) $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadscope $(ARGS)
+
+lint: venv
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+types: venv
+	$(BIN)/mypy
+
+check: lint types test
+
+bench: venv model
+	DETDIFF_REAL_MODEL=$(REAL_MODEL) $(BIN)/python -m benchmarks $(ARGS)
+
+clean:
+	rm -rf $(VENV) .cache build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

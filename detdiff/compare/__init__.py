@@ -1,0 +1,51 @@
+"""Compares two traces: alignment, flips, origins, carriers, metrics. Needs no model and no mlx."""
+
+from detdiff.compare.divergence import (
+    CacheEntry,
+    Carriers,
+    Choice,
+    Compared,
+    Composition,
+    Divergence,
+    Finding,
+    Flip,
+    FlipForward,
+    Growth,
+    Magnitude,
+    Margin,
+    Member,
+    NotCompared,
+    Origin,
+    OriginCount,
+    RequestDivergence,
+    Run,
+)
+from detdiff.compare.ladder import RUNGS, compare
+from detdiff.compare.metrics import Values, kl_divergence, measure, ulp_distance
+
+__all__ = [
+    "RUNGS",
+    "CacheEntry",
+    "Carriers",
+    "Choice",
+    "Compared",
+    "Composition",
+    "Divergence",
+    "Finding",
+    "Flip",
+    "FlipForward",
+    "Growth",
+    "Magnitude",
+    "Margin",
+    "Member",
+    "NotCompared",
+    "Origin",
+    "OriginCount",
+    "RequestDivergence",
+    "Run",
+    "Values",
+    "compare",
+    "kl_divergence",
+    "measure",
+    "ulp_distance",
+]

@@ -1,0 +1,249 @@
+"""Puts the answer together, request by request, from what the pass over the rows left behind."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .details import Details, Found, Runs
+from .divergence import (
+    CacheEntry,
+    Candidate,
+    Carriers,
+    Choice,
+    Flip,
+    FlipForward,
+    Growth,
+    LayerGrowth,
+    Margin,
+    OriginCount,
+    PositionGrowth,
+    RequestDivergence,
+)
+from .ports import CommonPorts
+from .requests import RequestPair, Steps
+from .rows import RowPairs
+from .rules import ROOT
+from .tally import Tally
+
+Int64 = NDArray[np.int64]
+
+_MARGINS: Final = 5
+_BUCKETS: Final = 16
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What one pass over all row pairs gave; ``late`` are the origins that were settled after it."""
+
+    ports: CommonPorts
+    pairs: RowPairs
+    tally: Tally
+    details: Details
+    late: dict[tuple[int, int], str]
+
+
+class RequestAnswer:
+    """Answers for one request at a time; texts are token texts by id."""
+
+    def __init__(self, runs: Runs, done: Pass, texts: tuple[dict[int, str], dict[int, str]]) -> None:
+        self._runs, self._done, self._texts = runs, done, texts
+
+    def answer(self, number: int, request: RequestPair, fed_otherwise: bool) -> RequestDivergence:
+        """The comparison of request ``number``; ``fed_otherwise`` says that rows got different tokens in."""
+        tally, pairs = self._done.tally, self._done.pairs
+        rows = np.flatnonzero(pairs.request == number)
+        differing = int(tally.differing[rows].sum())
+        first = tally.first.get(number)
+        origin = None
+        if first is not None:
+            _, _, row, place = first
+            leaf = place != ROOT and not self._done.ports.sites[place].descendants
+            how = self._done.late.get((row, place), "leaf" if leaf else "composite")
+            origin = self._done.details.origin(Found(row, place, how))
+        rung = None
+        if fed_otherwise:
+            rung = "workload"
+        elif differing:
+            rung = origin.rung if origin is not None else "bits"
+        elif request.flip is not None:
+            rung = "tokens"
+        flip = None if request.flip is None else self._flip(request, rows)
+        forward = None if flip is None else self._flip_forward(flip, rows)
+        return RequestDivergence(
+            id=request.id,
+            identical=rung is None and request.cut is None and not pairs.lacking[number],
+            rung=rung,
+            prompt_tokens=request.prompt,
+            generated_a=len(request.steps_a),
+            generated_b=len(request.steps_b),
+            rows=len(rows),
+            differing=differing,
+            flip=flip,
+            swapped=None if flip is None else _swapped(flip),
+            flip_forward=forward,
+            inherited=None if forward is None else forward.origins == 0 and forward.differing > 0,
+            origin=origin,
+            origins=self._counts(number),
+            cache_entry=self._first_entry(rows),
+            carriers=self._carriers(rows) if differing else None,
+            margins=_margins(request) if rung is not None else (),
+            growth=self._growth(number, rows) if differing else None,
+        )
+
+    def _flip(self, request: RequestPair, rows: Int64) -> Flip:
+        index = request.flip
+        assert index is not None
+        at = rows[self._done.pairs.position[rows] == request.limit]
+        forwards = [
+            int(steps.forward[index]) if index < len(steps) else None
+            for steps in (request.steps_a, request.steps_b)
+        ]
+        return Flip(
+            index=index,
+            kind=request.kind,
+            position=request.limit,
+            forward_a=forwards[0],
+            forward_b=forwards[1],
+            a=_choice(request.steps_a, index, self._texts[0]),
+            b=_choice(request.steps_b, index, self._texts[1]),
+            magnitude=self._done.details.logits(int(at[0])) if len(at) else None,
+        )
+
+    def _flip_forward(self, flip: Flip, rows: Int64) -> FlipForward:
+        log_a, log_b, pairs = self._runs.log_a, self._runs.log_b, self._done.pairs
+        inside = np.zeros(len(rows), dtype=bool)
+        for trace, at, forward in (
+            (self._runs.a, pairs.a, flip.forward_a),
+            (self._runs.b, pairs.b, flip.forward_b),
+        ):
+            if forward is not None:
+                inside |= trace.row_index().forward[at[rows]] == forward
+        equal = None
+        if flip.forward_a is not None and flip.forward_b is not None:
+            calls = [
+                (log_a.call(flip.forward_a, s.index_a).path, log_b.call(flip.forward_b, s.index_b).path)
+                for s in self._done.ports.sites
+            ]
+            known = [(a, b) for a, b in calls if a is not None and b is not None]
+            equal = all(a == b for a, b in known) if known else None
+        return FlipForward(
+            composition_a=None if flip.forward_a is None else log_a.composition(flip.forward_a),
+            composition_b=None if flip.forward_b is None else log_b.composition(flip.forward_b),
+            paths_a=() if flip.forward_a is None else log_a.paths(flip.forward_a),
+            paths_b=() if flip.forward_b is None else log_b.paths(flip.forward_b),
+            paths_equal=equal,
+            origins=int(self._done.tally.origins[rows[inside]].sum()),
+            differing=int(self._done.tally.differing[rows[inside]].sum()),
+        )
+
+    def _counts(self, number: int) -> tuple[OriginCount, ...]:
+        total: dict[tuple[str, int | None, str | None, str | None], int] = {}
+        for (request, plan_a, plan_b, place), count in self._done.tally.counts.items():
+            if request == number:
+                site = self._done.ports.sites[place]
+                path_a = self._runs.log_a.planned(plan_a, site.index_a).path
+                path_b = self._runs.log_b.planned(plan_b, site.index_b).path
+                key = (site.site.kind, site.site.layer, path_a, path_b)
+                total[key] = total.get(key, 0) + count
+        found = [OriginCount(*key, count) for key, count in total.items()]
+        found.sort(
+            key=lambda c: (-c.count, c.layer is None, c.layer or 0, c.kind, c.path_a or "", c.path_b or "")
+        )
+        return tuple(found)
+
+    def _first_entry(self, rows: Int64) -> CacheEntry | None:
+        """In execution order: by run A's forward, then site, then row."""
+        tally, pairs = self._done.tally, self._done.pairs
+        some = rows[(tally.entries[:, rows] > 0).any(axis=0)]
+        if not len(some):
+            return None
+        forward = self._runs.a.row_index().forward[pairs.a[some]]
+        some = some[forward == forward.min()]
+        n = int(np.argmax((tally.entries[:, some] > 0).any(axis=1)))
+        row = int(some[np.argmax(tally.entries[n, some] > 0)])
+        return self._done.details.cache_entry(row, tally.cache_sites[n])
+
+    def _carriers(self, rows: Int64) -> Carriers:
+        """What the last compared row, which is the flip's where there is one, could read.
+
+        Entries written at or before it, of the layers where what that row read differs; of a recurrent state, the last.
+        """
+        tally, ports = self._done.tally, self._done.ports
+        position = self._done.pairs.position
+        last = int(rows[np.argmax(position[rows])])
+        unread = self._done.details.layers_read_alike(last)
+        count = entries = 0
+        layers: set[int] = set()
+        where: set[int] = set()
+        for n, place in enumerate(tally.cache_sites):
+            site = ports.sites[place].site
+            alive = rows[tally.present[n, rows] > 0]
+            if site.kind == "state" and len(alive):
+                alive = alive[position[alive] == position[alive].max()]
+            entries += int(tally.present[n, alive].sum())
+            differing = alive[tally.entries[n, alive] > 0]
+            if not len(differing) or (site.kind == "cache_write" and site.layer in unread):
+                continue
+            count += int(tally.entries[n, differing].sum())
+            layers |= {site.layer} if site.layer is not None else set()
+            where.update(position[differing].tolist())
+        return Carriers(count, entries, tuple(sorted(layers)), _ranges(where), int(position[last]))
+
+    def _growth(self, number: int, rows: Int64) -> Growth:
+        tally, position = self._done.tally, self._done.pairs.position[rows]
+        layers = tuple(
+            LayerGrowth(layer, int(tally.layer_differing[number, n]), int(tally.layer_compared[number, n]))
+            for n, layer in enumerate(tally.layers)
+            if tally.layer_compared[number, n]
+        )
+        width = int(position.max()) // _BUCKETS + 1
+        buckets = []
+        for first in range(0, int(position.max()) + 1, width):
+            here = rows[(position >= first) & (position < first + width)]
+            if len(here):
+                differing, compared = int(tally.differing[here].sum()), int(tally.compared[here].sum())
+                buckets.append(PositionGrowth(first, first + width - 1, differing, compared))
+        return Growth(layers, tuple(buckets))
+
+
+def _choice(steps: Steps, index: int, texts: dict[int, str]) -> Choice:
+    if index >= len(steps):
+        return Choice(None, "", None, None, ())
+    token = int(steps.token[index])
+    top = tuple(
+        Candidate(int(id), texts.get(int(id), ""), float(logit))
+        for id, logit in zip(steps.top_ids[index], steps.top_logits[index], strict=True)
+    )
+    logit = next((candidate.logit for candidate in top if candidate.token == token), None)
+    margin = top[0].logit - top[1].logit if len(top) > 1 else None
+    return Choice(token, texts.get(token, ""), logit, margin, top)
+
+
+def _swapped(flip: Flip) -> bool | None:
+    if len(flip.a.top) < 2 or len(flip.b.top) < 2:
+        return None
+    a, b = [c.token for c in flip.a.top[:2]], [c.token for c in flip.b.top[:2]]
+    return a == b[::-1]
+
+
+def _margins(request: RequestPair) -> tuple[Margin, ...]:
+    common = min(len(request.steps_a), len(request.steps_b)) if request.flip is None else request.flip
+    a, b = request.steps_a.margins()[:common], request.steps_b.margins()[:common]
+    smaller = np.minimum(a, b)
+    known = np.flatnonzero(~np.isnan(smaller))
+    nearest = known[np.argsort(smaller[known], kind="stable")[:_MARGINS]]
+    return tuple(Margin(int(n), int(request.steps_a.token[n]), float(a[n]), float(b[n])) for n in nearest)
+
+
+def _ranges(positions: set[int]) -> tuple[tuple[int, int], ...]:
+    runs: list[tuple[int, int]] = []
+    for position in sorted(positions):
+        if runs and position == runs[-1][1] + 1:
+            runs[-1] = (runs[-1][0], position)
+        else:
+            runs.append((position, position))
+    return tuple(runs)

@@ -1,0 +1,389 @@
+"""The answer of a comparison: frozen dataclasses, and nothing else.
+
+Field names are the keys of the JSON answer (``docs/json-schema.md``). ``a`` and ``b`` are the two runs in the order
+given. Positions count tokens of a request from 0; forwards count model calls of a run from 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+
+@dataclass(frozen=True)
+class Member:
+    """What one forward held of one request: ``rows`` rows from position ``start`` on."""
+
+    request: str
+    phase: str
+    start: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class Composition:
+    """Who was in a forward. ``rows`` is the sum over its members, padding not counted."""
+
+    forward: int
+    phase: str
+    layout: str
+    rows: int
+    members: tuple[Member, ...]
+
+
+@dataclass(frozen=True)
+class UlpBucket:
+    """``count`` differing elements with ``first`` <= ULP distance <= ``last``."""
+
+    first: int
+    last: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Magnitude:
+    """How far two arrays of values are apart.
+
+    ULP, absolute and relative figures are over elements finite in both runs; ``non_finite`` counts the others, which
+    are never called equal unless their bits are. ``differing`` counts elements whose bits differ, so -0.0 against
+    0.0 is differing at 0 ULP. Figures are None where dtypes or shapes differ or nothing finite is left; ``kl`` is
+    in nats and given for logits only.
+    """
+
+    dtype_a: str
+    dtype_b: str
+    shape_a: tuple[int, ...]
+    shape_b: tuple[int, ...]
+    elements: int
+    differing: int
+    nan_a: int
+    nan_b: int
+    inf_a: int
+    inf_b: int
+    non_finite: int
+    max_ulp: int | None
+    mean_ulp: float | None
+    ulp_histogram: tuple[UlpBucket, ...]
+    max_abs: float | None
+    max_rel: float | None
+    worst: int | None
+    cosine: float | None
+    kl: float | None
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One of the top-k tokens of a step."""
+
+    token: int
+    text: str
+    logit: float
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What one run chose at the flip; ``token`` is None where that run had already stopped.
+
+    ``logit`` is None where the token is not among the recorded top-k. ``margin`` is top-1 minus top-2 logit.
+    """
+
+    token: int | None
+    text: str
+    logit: float | None
+    margin: float | None
+    top: tuple[Candidate, ...]
+
+
+@dataclass(frozen=True)
+class Flip:
+    """The first generated token that differs; ``kind`` is ``token``, or ``length`` where one run stopped earlier.
+
+    ``position`` is that of the row that chose the token. Its forwards are None on a side that had stopped.
+    """
+
+    index: int
+    kind: str
+    position: int
+    forward_a: int | None
+    forward_b: int | None
+    a: Choice
+    b: Choice
+    magnitude: Magnitude | None
+
+
+@dataclass(frozen=True)
+class PathUse:
+    """One kernel path and the number of sites that took it in a forward."""
+
+    path: str
+    sites: int
+
+
+@dataclass(frozen=True)
+class FlipForward:
+    """The flip's own forward on each side, and what was born there for this request.
+
+    ``origins`` and ``differing`` count over this request's compared rows of either flip forward. ``paths_equal`` is
+    None where a run recorded no kernel plan.
+    """
+
+    composition_a: Composition | None
+    composition_b: Composition | None
+    paths_a: tuple[PathUse, ...]
+    paths_b: tuple[PathUse, ...]
+    paths_equal: bool | None
+    origins: int
+    differing: int
+
+
+@dataclass(frozen=True)
+class Change:
+    """A cache entry that changed after it was written, as run ``run`` (``a`` or ``b``) saw in ``forward``."""
+
+    run: str
+    forward: int
+    layer: int | None
+    kind: str
+    head: int | None
+    position: int | None
+
+
+@dataclass(frozen=True)
+class Origin:
+    """A site and row whose inputs are bit-equal in both runs and whose outputs are not.
+
+    ``how`` says by which rule: ``leaf``; ``composite`` (born between two recorded sites, named by ``between``);
+    ``changed`` (a cache entry read otherwise than it was written: ``changes``); ``visible`` (every entry up to this
+    position was written alike, and yet this row saw others: a mask, offset or length). ``rung`` is ``dtype``,
+    ``shape`` or ``bits``. ``rows_a`` and ``rows_b`` are the rows (M) that the operation saw; they and paths are
+    None where a run recorded no kernel call for the site.
+    """
+
+    site: str
+    kind: str
+    layer: int | None
+    position: int
+    how: str
+    rung: str
+    ports: tuple[str, ...]
+    between: tuple[str, ...]
+    forward_a: int
+    forward_b: int
+    rows_a: int | None
+    rows_b: int | None
+    second_last_a: int | None
+    second_last_b: int | None
+    path_a: str | None
+    path_b: str | None
+    rule_a: str | None
+    rule_b: str | None
+    composition_a: Composition | None
+    composition_b: Composition | None
+    changes: tuple[Change, ...]
+    magnitude: Magnitude | None
+
+
+@dataclass(frozen=True)
+class OriginCount:
+    """Origins of one request by site kind, layer and pair of kernel paths."""
+
+    kind: str
+    layer: int | None
+    path_a: str | None
+    path_b: str | None
+    count: int
+
+
+@dataclass(frozen=True)
+class CacheEntry:
+    """A cache entry that differs: ``kind`` is ``K``, ``V`` or ``state``; ``head`` is the state's number for a state.
+
+    ``written_a`` and ``written_b`` are the forwards that wrote it.
+    """
+
+    layer: int | None
+    kind: str
+    head: int
+    position: int
+    written_a: int
+    written_b: int
+    composition_a: Composition | None
+    composition_b: Composition | None
+    magnitude: Magnitude | None
+
+
+@dataclass(frozen=True)
+class Carriers:
+    """Differing cache entries that the row at position ``alive_at`` could read.
+
+    ``positions`` are inclusive ranges. ``alive_at`` is the flip's row, or the last compared row where nothing flipped.
+    """
+
+    count: int
+    entries: int
+    layers: tuple[int, ...]
+    positions: tuple[tuple[int, int], ...]
+    alive_at: int
+
+
+@dataclass(frozen=True)
+class LayerGrowth:
+    """Differing and compared digests of one layer (None: sites outside the layers)."""
+
+    layer: int | None
+    differing: int
+    compared: int
+
+
+@dataclass(frozen=True)
+class PositionGrowth:
+    """Differing and compared digests of the positions ``first`` to ``last``."""
+
+    first: int
+    last: int
+    differing: int
+    compared: int
+
+
+@dataclass(frozen=True)
+class Growth:
+    """How the difference spread over layers and over positions."""
+
+    layers: tuple[LayerGrowth, ...]
+    positions: tuple[PositionGrowth, ...]
+
+
+@dataclass(frozen=True)
+class Margin:
+    """The margins of one generated token that both runs agree on."""
+
+    index: int
+    token: int
+    margin_a: float
+    margin_b: float
+
+
+@dataclass(frozen=True)
+class RequestDivergence:
+    """One request's comparison.
+
+    ``rung`` is the first rung on which it parted, or None. ``swapped`` is None without a flip or without top-k.
+    ``inherited`` is None without a flip; True when the flip's own forward has differences and no origin.
+    ``origin`` is the first one in execution order. ``margins`` are the smallest before the flip.
+    """
+
+    id: str
+    identical: bool
+    rung: str | None
+    prompt_tokens: int
+    generated_a: int
+    generated_b: int
+    rows: int
+    differing: int
+    flip: Flip | None
+    swapped: bool | None
+    flip_forward: FlipForward | None
+    inherited: bool | None
+    origin: Origin | None
+    origins: tuple[OriginCount, ...]
+    cache_entry: CacheEntry | None
+    carriers: Carriers | None
+    margins: tuple[Margin, ...]
+    growth: Growth | None
+
+
+@dataclass(frozen=True)
+class NotCompared:
+    """A request that is not compared, and why."""
+
+    id: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A difference in the workload, or bookkeeping that contradicts the rows.
+
+    ``run`` is ``a``, ``b`` or ``both``; ``what`` names the rule; ``detail`` is a sentence.
+    """
+
+    run: str
+    what: str
+    request: str | None
+    forward: int | None
+    detail: str
+
+
+@dataclass(frozen=True)
+class Compared:
+    """What was compared, and what was there and was not.
+
+    ``digests`` counts pairs of digests. ``only_a`` and ``only_b`` are rows up to the flip that one run lacks,
+    ``superseded_*`` rows whose position was written again later, ``after_flip_*`` rows that saw other tokens,
+    ``token_differs`` rows before the flip whose input token differs. ``one_sided`` counts digests present in one run
+    only; ``unattributed`` differing outputs with an input that was not recorded, so that no origin can be claimed.
+    """
+
+    requests: int
+    rows: int
+    ports: int
+    digests: int
+    differing: int
+    only_a: int
+    only_b: int
+    superseded_a: int
+    superseded_b: int
+    after_flip_a: int
+    after_flip_b: int
+    token_differs: int
+    one_sided: int
+    unattributed: int
+    ports_only_a: int
+    ports_only_b: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """Which run this was. ``model``, ``scenario``, ``environment`` and ``observer`` are the trace's own blocks."""
+
+    trace: str
+    complete: bool
+    forwards: int
+    model: Mapping[str, Any]
+    scenario: Mapping[str, Any]
+    environment: Mapping[str, Any]
+    observer: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Where two runs part. It has no truth value: ask ``identical``.
+
+    ``identical`` needs every request of both runs compared in whole. ``inconclusive`` is true when nothing parted but
+    something was left out. ``rung`` is the first rung that parted: ``workload``, ``bookkeeping``, ``dtype``,
+    ``shape``, ``bits`` or None. ``first`` is the id of the request with the earliest origin.
+    """
+
+    identical: bool
+    inconclusive: bool
+    rung: str | None
+    first: str | None
+    compared: Compared
+    requests: tuple[RequestDivergence, ...]
+    not_compared: tuple[NotCompared, ...]
+    workload: tuple[Finding, ...]
+    bookkeeping: tuple[Finding, ...]
+    notes: tuple[str, ...]
+    a: Run
+    b: Run
+
+    def __bool__(self) -> NoReturn:
+        raise TypeError("a Divergence has no truth value; ask .identical")
+
+    def request(self, id: str) -> RequestDivergence:
+        """The comparison of request ``id``. Raises KeyError for a request that was not compared."""
+        for request in self.requests:
+            if request.id == id:
+                return request
+        raise KeyError(id)

@@ -1,0 +1,173 @@
+"""Compares two traces down a fixed ladder, earliest rung first.
+
+Nothing comparable, workload (tokens in), bookkeeping, dtype, shape, bits; magnitude where both traces hold values.
+Nothing compared is never a pass.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+
+from detdiff.errors import NothingComparable
+from detdiff.trace import Trace
+
+from .answer import Pass, RequestAnswer
+from .details import Details, Runs
+from .divergence import Compared, Divergence, NotCompared, RequestDivergence, Run
+from .forwards import RunLog, one_sided
+from .late import LateRules
+from .ports import CommonPorts
+from .requests import Pairing, pair_requests
+from .rows import RowPairs, pair_rows
+from .scan import Scanner
+from .tally import Tally
+
+RUNGS: Final = ("workload", "bookkeeping", "dtype", "shape", "bits", "tokens")
+"""From the earliest to the last. ``tokens``: every compared digest is equal and yet the tokens differ."""
+
+
+def compare(a: Trace, b: Trace) -> Divergence:
+    """Where and how run ``b`` parts from run ``a``. Needs the traces alone, no model.
+
+    Raises NothingComparable for traces of two models or without a common request, row or port, and TraceError
+    where a part of a trace that is read only now breaks a rule.
+    """
+    pairing = pair_requests(a, b)
+    ports = CommonPorts.of(a, b)
+    if not ports.names:
+        raise NothingComparable(
+            f"Run a ({a.path}) and run b ({b.path}) have no site in common: a has {len(a.sites)}, such as "
+            f"{a.sites[0].name!r}, and b has {len(b.sites)}, such as {b.sites[0].name!r}. Expected sites of one model. "
+            "Record both runs with the same model and version."
+        )
+    pairs = pair_rows(a, b, pairing.pairs)
+    runs = Runs(a, b, RunLog(a, "a"), RunLog(b, "b"))
+    done = _scan(runs, ports, pairs, pairing)
+    if not done.tally.compared.any():
+        raise NothingComparable(
+            f"Run a ({a.path}) and run b ({b.path}) share {len(pairs)} rows, and no port is recorded for a row in both. "
+            "Expected digests of the same sites. Record both runs with the same version."
+        )
+    return _answer(runs, pairing, done)
+
+
+def _scan(runs: Runs, ports: CommonPorts, pairs: RowPairs, pairing: Pairing) -> Pass:
+    forward_a = runs.a.row_index().forward[pairs.a].astype(np.int64)
+    forward_b = runs.b.row_index().forward[pairs.b].astype(np.int64)
+    plans = runs.log_a.plan[forward_a], runs.log_b.plan[forward_b]
+    tally = Tally(ports, pairs, len(pairing.pairs), plans)
+    scanner = Scanner(runs.a, runs.b, ports, pairs)
+    for block in scanner.blocks():
+        tally.add(block, forward_a)
+    rules = LateRules(tally, ports, pairs, scanner)
+    late = {}
+    for found in rules.origins():
+        late[found.row, found.place] = found.how
+        tally.claim(found.place, np.array([found.row]), np.array([rules.place_of(found)]), forward_a)
+    return Pass(ports, pairs, tally, Details(runs, ports, pairs, pairing.pairs), late)
+
+
+def _answer(runs: Runs, pairing: Pairing, done: Pass) -> Divergence:
+    bookkeeping, bookkeeping_parted = one_sided(runs.log_a, runs.log_b)
+    fed_otherwise = {finding.request for finding in done.pairs.findings}
+    maker = RequestAnswer(runs, done, (runs.a.texts(), runs.b.texts()))
+    requests: list[RequestDivergence] = []
+    not_compared = list(pairing.not_compared)
+    for number, request in enumerate(pairing.pairs):
+        answer = maker.answer(number, request, request.id in fed_otherwise)
+        if answer.rows or answer.flip is not None or answer.rung is not None:
+            requests.append(answer)
+        else:
+            not_compared.append(NotCompared(request.id, "no row of it is in both runs"))
+    found = {request.rung for request in requests} | ({"workload"} if done.pairs.findings else set())
+    found |= {"bookkeeping"} if bookkeeping_parted else set()
+    rung = next((rung for rung in RUNGS if rung in found), None)
+    workload = (*pairing.workload, *done.pairs.findings)
+    whole = not not_compared and not workload and all(request.identical for request in requests)
+    whole = whole and runs.a.complete and runs.b.complete
+    return Divergence(
+        identical=rung is None and whole,
+        inconclusive=rung is None and not whole,
+        rung=rung,
+        first=_first(pairing, done),
+        compared=_compared(done, len(requests)),
+        requests=tuple(requests),
+        not_compared=tuple(not_compared),
+        workload=workload,
+        bookkeeping=bookkeeping,
+        notes=_notes(runs, pairing, done, requests),
+        a=_run(runs.a, len(runs.log_a)),
+        b=_run(runs.b, len(runs.log_b)),
+    )
+
+
+def _first(pairing: Pairing, done: Pass) -> str | None:
+    firsts = sorted((first, number) for number, first in done.tally.first.items())
+    return pairing.pairs[firsts[0][1]].id if firsts else None
+
+
+def _compared(done: Pass, requests: int) -> Compared:
+    pairs, tally, ports = done.pairs, done.tally, done.ports
+    return Compared(
+        requests=requests,
+        rows=len(pairs),
+        ports=len(ports.names),
+        digests=int(tally.compared.sum(dtype=np.int64)),
+        differing=int(tally.differing.sum(dtype=np.int64)),
+        only_a=pairs.only_a,
+        only_b=pairs.only_b,
+        superseded_a=pairs.superseded_a,
+        superseded_b=pairs.superseded_b,
+        after_flip_a=pairs.after_flip_a,
+        after_flip_b=pairs.after_flip_b,
+        token_differs=pairs.token_differs,
+        one_sided=tally.one_sided,
+        unattributed=tally.blind,
+        ports_only_a=ports.only_a,
+        ports_only_b=ports.only_b,
+    )
+
+
+def _run(trace: Trace, forwards: int) -> Run:
+    header = trace.header
+    return Run(
+        trace=str(trace.path),
+        complete=trace.complete,
+        forwards=forwards,
+        model=trace.model,
+        scenario=trace.scenario,
+        environment=dict(header["environment"]),
+        observer=dict(header["observer"]),
+    )
+
+
+def _notes(runs: Runs, pairing: Pairing, done: Pass, requests: list[RequestDivergence]) -> tuple[str, ...]:
+    notes = []
+    for trace, run in ((runs.a, "a"), (runs.b, "b")):
+        notes += [f"run {run} is incomplete: {problem}" for problem in trace.problems]
+        notes += [f"run {run}: {note}" for note in trace.header["notes"]]
+    a, b = (trace.header["model"].get("tokenizer_sha256") for trace in (runs.a, runs.b))
+    if a is not None and b is not None and a != b:
+        notes.append("the tokenizers differ, so token texts may differ where ids do not")
+    for number, request in enumerate(pairing.pairs):
+        if request.cut is not None:
+            notes.append(f"request {request.id}: {request.cut}")
+        elif request.flip is None and done.pairs.lacking[number]:
+            notes.append(
+                f"request {request.id}: {done.pairs.lacking[number]} of its rows are in one run only"
+            )
+    notes += [
+        f"request {request.id}: every compared digest is equal and the tokens differ: the choice of the token differs, "
+        "or something that was not recorded"
+        for request in requests
+        if request.rung == "tokens"
+    ]
+    if done.tally.blind:
+        notes.append(
+            f"{done.tally.blind} rows differ without a named origin, since what their attention read was not recorded"
+        )
+    if pairing.pairs and any(request.flip is not None for request in pairing.pairs):
+        notes.append("rows after a request's first flip saw other tokens and are not compared")
+    return tuple(notes)

@@ -1,0 +1,200 @@
+"""Which requests of two traces can be compared, and how far: up to the first flip of each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from detdiff.errors import NothingComparable
+from detdiff.trace import Generated, Trace
+
+from .divergence import Finding, NotCompared
+
+NO_LIMIT: Final = 1 << 31
+"""The limit of a request that does not flip: above every position."""
+
+_SAME_WORK: Final = ("max_tokens", "sampling", "ignore_stop")
+
+
+@dataclass(frozen=True, eq=False)
+class Steps:
+    """The generated tokens of one request in order: int32 [n] each, ``top_ids`` [n, k], ``top_logits`` [n, k]."""
+
+    token: NDArray[np.int32]
+    forward: NDArray[np.int32]
+    position: NDArray[np.int32]
+    top_ids: NDArray[np.int32]
+    top_logits: NDArray[np.float32]
+
+    @classmethod
+    def of(cls, generated: Generated, request: int) -> Steps:
+        """The last write of each index; indices after a gap are left out, as nothing says what came before."""
+        mine = np.flatnonzero(generated.request == request)
+        index = generated.index[mine]
+        found, last = np.unique(index[::-1], return_index=True)
+        whole = int(np.argmin(np.append(found == np.arange(len(found)), False)))
+        rows = mine[len(mine) - 1 - last[:whole]]
+        return cls(
+            generated.token[rows],
+            generated.forward[rows],
+            generated.position[rows],
+            generated.top_ids[rows],
+            generated.top_logits[rows],
+        )
+
+    def __len__(self) -> int:
+        return len(self.token)
+
+    def margins(self) -> NDArray[np.float64]:
+        """Top-1 minus top-2 logit per step, float64 [n]; NaN where fewer than two were recorded."""
+        if self.top_logits.shape[1] < 2:
+            return np.full(len(self), np.nan)
+        top = self.top_logits[:, :2].astype(np.float64)
+        return np.asarray(top[:, 0] - top[:, 1], dtype=np.float64)
+
+
+@dataclass(frozen=True, eq=False)
+class RequestPair:
+    """One request of both traces: its number in each, prompt length, and what each run generated.
+
+    ``flip`` is the first differing index or None, ``kind`` its kind, ``limit`` the position of the row that chose
+    it (NO_LIMIT without a flip): rows after it saw other tokens. ``cut`` says why the end was not compared, or None.
+    """
+
+    id: str
+    a: int
+    b: int
+    prompt: int
+    steps_a: Steps
+    steps_b: Steps
+    flip: int | None
+    kind: str
+    limit: int
+    cut: str | None
+
+
+@dataclass(frozen=True)
+class Pairing:
+    """The requests that can be compared, those that cannot, and differences in what was asked of them."""
+
+    pairs: tuple[RequestPair, ...]
+    not_compared: tuple[NotCompared, ...]
+    workload: tuple[Finding, ...]
+
+
+def pair_requests(a: Trace, b: Trace) -> Pairing:
+    """Match requests by id and prompt. Raises NothingComparable for two models, or without a common request."""
+    _same_model(a, b)
+    of_b = {request["id"]: number for number, request in enumerate(b.requests)}
+    of_a = {request["id"]: number for number, request in enumerate(a.requests)}
+    generated_a, generated_b = a.generated(lens=False), b.generated(lens=False)
+    pairs: list[RequestPair] = []
+    left_out: list[NotCompared] = []
+    workload: list[Finding] = []
+    for id, number in of_a.items():
+        if id not in of_b:
+            left_out.append(NotCompared(id, "only run a has it"))
+            continue
+        asked_a, asked_b = a.requests[number], b.requests[of_b[id]]
+        if asked_a["tokens"] != asked_b["tokens"]:
+            left_out.append(NotCompared(id, _prompt_reason(asked_a["tokens"], asked_b["tokens"])))
+            continue
+        workload += _asked_otherwise(id, asked_a, asked_b)
+        steps_a, steps_b = Steps.of(generated_a, number), Steps.of(generated_b, of_b[id])
+        ends = _Ends(asked_a.get("max_tokens"), asked_b.get("max_tokens"), a.complete, b.complete)
+        flip, kind, cut = _first_flip(steps_a, steps_b, ends)
+        limit = NO_LIMIT if flip is None else _position(steps_a, steps_b, flip)
+        pairs.append(
+            RequestPair(
+                id, number, of_b[id], len(asked_a["tokens"]), steps_a, steps_b, flip, kind, limit, cut
+            )
+        )
+    left_out += [NotCompared(id, "only run b has it") for id in of_b if id not in of_a]
+    if not pairs:
+        raise NothingComparable(_no_request(a, b, left_out))
+    return Pairing(tuple(pairs), tuple(left_out), tuple(workload))
+
+
+def _same_model(a: Trace, b: Trace) -> None:
+    for key, what in (("config_sha256", "configuration"), ("weights_sha256", "weights")):
+        found = a.header["model"].get(key), b.header["model"].get(key)
+        if None not in found and found[0] != found[1]:
+            names = a.header["model"].get("name"), b.header["model"].get("name")
+            raise NothingComparable(
+                f"The traces are of different models: run a ({a.path}) ran {names[0]!r} and run b ({b.path}) ran "
+                f"{names[1]!r}, and their {what} hashes differ ({str(found[0])[:12]} and {str(found[1])[:12]}). "
+                "Expected one model in both. Record both runs with the same model."
+            )
+
+
+def _no_request(a: Trace, b: Trace, left_out: list[NotCompared]) -> str:
+    for trace, run in ((a, "a"), (b, "b")):
+        if not trace.requests:
+            return f"Run {run} ({trace.path}) has no requests; expected at least one. Record it again."
+    reasons = "; ".join(f"{item.id!r}: {item.reason}" for item in left_out[:4])
+    more = f"; and {len(left_out) - 4} more" if len(left_out) > 4 else ""
+    return (
+        f"Run a ({a.path}) and run b ({b.path}) have no request in common that could be compared ({reasons}{more}). "
+        "Expected at least one request with the same id and the same prompt. Record both runs with the same requests."
+    )
+
+
+def _prompt_reason(a: list[int], b: list[int]) -> str:
+    same = next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    if same == min(len(a), len(b)):
+        return f"the prompts differ: {len(a)} tokens in run a and {len(b)} in run b, equal as far as both go"
+    return f"the prompts differ from token {same} on ({a[same]} in run a, {b[same]} in run b)"
+
+
+def _asked_otherwise(id: str, a: dict[str, Any], b: dict[str, Any]) -> list[Finding]:
+    found = []
+    for key in _SAME_WORK:
+        if (
+            key in a
+            and key in b
+            and a[key] != b[key]
+            and not (key == "sampling" and _greedy(a) and _greedy(b))
+        ):
+            detail = f"{key} is {a[key]} in run a and {b[key]} in run b"
+            found.append(Finding("both", "settings", id, None, detail))
+    return found
+
+
+def _greedy(request: dict[str, Any]) -> bool:
+    sampling = request["sampling"]
+    return isinstance(sampling, dict) and sampling.get("temperature") == 0
+
+
+@dataclass(frozen=True)
+class _Ends:
+    """What may have ended each run's text: token limits (None: unknown) and whether the traces are whole."""
+
+    limit_a: int | None
+    limit_b: int | None
+    whole_a: bool
+    whole_b: bool
+
+
+def _first_flip(a: Steps, b: Steps, ends: _Ends) -> tuple[int | None, str, str | None]:
+    """(index, kind, why the end is not compared)."""
+    common = min(len(a), len(b))
+    parted = np.flatnonzero(a.token[:common] != b.token[:common])
+    if len(parted):
+        return int(parted[0]), "token", None
+    short_whole = ends.whole_a if len(a) < len(b) else ends.whole_b
+    short_limit = ends.limit_a if len(a) < len(b) else ends.limit_b
+    if not (ends.whole_a and ends.whole_b) and (len(a) == len(b) or not short_whole):
+        return None, "", f"a trace is incomplete, so only the first {common} generated tokens can be compared"
+    if len(a) == len(b):
+        return None, "", None
+    if ends.limit_a != ends.limit_b and common == short_limit:
+        return None, "", f"one run was limited to {common} tokens, so those after are not compared"
+    return common, "length", None
+
+
+def _position(a: Steps, b: Steps, index: int) -> int:
+    found = [int(steps.position[index]) for steps in (a, b) if index < len(steps)]
+    return min(found)

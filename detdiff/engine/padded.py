@@ -1,0 +1,177 @@
+"""The padded layout: mlx-lm's own generators, told apart only by what they are given.
+
+What is diagnosed is what users run, so nothing of mlx-lm is rewritten here. Its two batch classes are watched to
+learn whose rows a model call holds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.generate import (
+    BatchGenerator,
+    GenerationBatch,
+    PromptProcessingBatch,
+    StopSequences,
+    generate_step,
+)
+
+from detdiff.instrument.forward import Forward, Segment
+from detdiff.scenario import Schedule
+
+from .work import OnToken, Work, by_arrival
+
+
+class PaddedComposer:
+    """Says whose rows each padded model call holds, from what mlx-lm's batches are about to run."""
+
+    def __init__(self, work: list[Work]) -> None:
+        self._work = work
+        self._uids: dict[int, Work] = {}
+        self._lanes: list[tuple[Work, int]] = []  # (request, rows it still has in this prompt call)
+        self._column = 0
+        self._starts: list[int] = []
+        self._prompt = False
+        self.forwards = 0
+
+    def name(self, uids: list[int], work: list[Work]) -> None:
+        """Which request each of the generator's uids is."""
+        self._uids.update(zip(uids, work, strict=True))
+
+    def work_of(self, uid: int) -> Work:
+        return self._uids[uid]
+
+    def serial(self, work: Work) -> None:
+        """From now on every call holds rows of this one request."""
+        self._lanes = [(work, 0)]
+        self._prompt = False
+
+    def prompt_call(self, uids: list[int], lengths: list[int]) -> None:
+        """The next calls process prompts of these lengths, right-padded to the longest."""
+        self._lanes = [(self._uids[u], n) for u, n in zip(uids, lengths, strict=True)]
+        self._starts = [work.done for work, _ in self._lanes]
+        self._column = 0
+        self._prompt = True
+
+    def step_call(self, uids: list[int]) -> None:
+        """The next call decodes one row of each."""
+        self._lanes = [(self._uids[u], 1) for u in uids]
+        self._prompt = False
+
+    def compose(self, inputs: mx.array, cache: Any) -> Forward:
+        slots, columns = inputs.shape
+        segments: list[Segment] = []
+        for slot, (work, length) in enumerate(self._lanes):
+            if self._prompt:
+                start = self._starts[slot] + self._column
+                count = max(0, min(columns, length - self._column))
+            else:
+                start, count = work.done, columns
+            if count:
+                segments.append(work.segment(slot, start, count))
+                work.done = start + count
+        self._column += columns
+        # generate_step keeps the logits of its last prompt token only; BatchGenerator keeps none of a prompt's.
+        used = not self._prompt and not (len(self._lanes) == 1 and segments[0].start + columns < self._answer_from())
+        forward = Forward(self.forwards, "padded", (slots, columns), tuple(segments), inputs, None, used)
+        self.forwards += 1
+        return forward
+
+    def _answer_from(self) -> int:
+        return len(self._lanes[0][0].prompt)
+
+
+@contextlib.contextmanager
+def watched(composer: PaddedComposer) -> Iterator[None]:
+    """mlx-lm's batch classes tell ``composer`` what they are about to run, while the block lasts."""
+    native_prompt: Callable[..., Any] = PromptProcessingBatch.prompt
+    native_step: Callable[..., Any] = GenerationBatch._step
+
+    def prompt(self: Any, tokens: list[list[int]]) -> Any:
+        if tokens:
+            composer.prompt_call(list(self.uids), [len(t) for t in tokens])
+        return native_prompt(self, tokens)
+
+    def step(self: Any) -> Any:
+        composer.step_call(list(self.uids))
+        return native_step(self)
+
+    PromptProcessingBatch.prompt, GenerationBatch._step = prompt, step
+    try:
+        yield
+    finally:
+        PromptProcessingBatch.prompt, GenerationBatch._step = native_prompt, native_step
+
+
+def run_padded(
+    model: nn.Module, work: list[Work], schedule: Schedule, composer: PaddedComposer, on_token: OnToken
+) -> None:
+    """Run all requests; serial through ``generate_step``, else through ``BatchGenerator``."""
+    if schedule.kind == "serial":
+        for item in by_arrival(work):
+            _serial(model, item, schedule, composer, on_token)
+        return
+    with watched(composer):
+        _batched(model, work, schedule, composer, on_token)
+
+
+def _serial(
+    model: nn.Module, work: Work, schedule: Schedule, composer: PaddedComposer, on_token: OnToken
+) -> None:
+    composer.serial(work)
+    steps = generate_step(
+        mx.array(work.prompt),
+        model,
+        max_tokens=work.max_tokens,
+        sampler=work.sampler,
+        prefill_step_size=schedule.prefill_chunk,
+    )
+    with contextlib.closing(steps):
+        for token, _ in steps:
+            work.answer(int(token), on_token)
+            if work.finished:
+                break
+
+
+def _batched(
+    model: nn.Module, work: list[Work], schedule: Schedule, composer: PaddedComposer, on_token: OnToken
+) -> None:
+    limit = len(work) if schedule.active is None else schedule.active
+    generator = BatchGenerator(
+        model,
+        completion_batch_size=limit,
+        prefill_batch_size=limit,
+        prefill_step_size=schedule.prefill_chunk,
+    )
+    waiting = by_arrival(work)
+    active: list[Work] = []
+    try:
+        while waiting or active:
+            # An idle engine has no forwards to wait for: the next arrival comes at once.
+            clock = composer.forwards if active else max(composer.forwards, waiting[0].arrival)
+            # Inserting only what fits keeps the limit: mlx-lm itself does not count prompts being processed.
+            due = [item for item in waiting if item.arrival <= clock][: limit - len(active)]
+            if due:
+                _insert(generator, due, composer)
+                waiting = waiting[len(due) :]
+                active += due
+            _, answers = generator.next()
+            for answer in answers:
+                composer.work_of(answer.uid).answer(int(answer.token), on_token)
+            active = [item for item in active if not item.finished]
+    finally:
+        generator.close()
+
+
+def _insert(generator: BatchGenerator, work: list[Work], composer: PaddedComposer) -> None:
+    uids = generator.insert(
+        [list(item.prompt) for item in work],
+        max_tokens=[item.max_tokens for item in work],
+        samplers=[item.sampler for item in work],
+        stop_sequences=[StopSequences([[t] for t in sorted(item.stop)] or None) for item in work],
+    )
+    composer.name(uids, work)

@@ -1,0 +1,162 @@
+"""record: scenario in, trace out; and the same engines without recording."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from detdiff.errors import LayoutError
+from detdiff.instrument import Plant, Session
+from detdiff.instrument.forward import Forward
+from detdiff.instrument.recorder import Recorder, Subject
+from detdiff.instrument.topk import lens_logits
+from detdiff.model import LoadedModel, load
+from detdiff.scenario import Scenario
+from detdiff.trace import Trace, TraceWriter
+
+from .environment import environment
+from .observer import FirstLogits, compare_logits
+from .packed import PackedEngine
+from .packing import refuse_unpackable
+from .padded import PaddedComposer, run_padded
+from .work import OnToken, Work, prepare
+
+Progress = Callable[[int, int], None]  # tokens generated so far, tokens at most
+OnLogits = Callable[[Forward, mx.array], None]
+
+
+@dataclass(frozen=True)
+class RecordOptions:
+    """How to record, beyond what the scenario says.
+
+    ``observe`` forwards are run again without recording and their logits compared (0: no check); ``plants`` are
+    faults to plant; ``progress`` is called after each generated token.
+    """
+
+    observe: int = 4
+    plants: tuple[Plant, ...] = ()
+    progress: Progress | None = None
+
+
+def record(
+    scenario: Scenario,
+    path: Path | str,
+    *,
+    loaded: LoadedModel | None = None,
+    options: RecordOptions | None = None,
+) -> Trace:
+    """Run ``scenario`` and write its trace to the new directory ``path``.
+
+    ``loaded`` is the scenario's model where it is loaded already. An interrupted run leaves every finished shard
+    readable. Raises the subclasses of DetdiffError that loading, preparing, running and writing raise.
+    """
+    options = options or RecordOptions()
+    loaded = loaded or load(scenario.model)
+    work = prepare(scenario, loaded)
+    session = Session(loaded.model, scenario.kernels, options.plants)
+    if scenario.schedule.layout == "packed":
+        refuse_unpackable(loaded.model)
+    total = sum(w.max_tokens for w in work)
+    seen = FirstLogits(options.observe)
+    started, clock = time.time(), time.perf_counter()
+    with TraceWriter(Path(path), _header(scenario, loaded, work, session)) as writer:
+        recorder = Recorder(writer, session.sites, _subject(scenario, loaded, work, session))
+        count = 0
+
+        def on_token(request: int, index: int, token: int) -> None:
+            nonlocal count
+            recorder.token(request, index, token)
+            count += 1
+            if options.progress is not None:
+                options.progress(count, total)
+
+        with session.running(recorder):
+            session.on_logits = seen
+            _run(scenario, session, work, on_token)
+            recorder.finish()
+        seconds = time.perf_counter() - clock
+        observer = compare_logits(seen, lambda logits: _again(scenario, loaded, session, logits))
+        times = {"started": started, "seconds": seconds, "rows": recorder.rows, "forwards": recorder.forwards}
+        writer.finish(complete=True, times=times, observer=observer)
+    return Trace.open(Path(path))
+
+
+def generate(
+    scenario: Scenario, *, loaded: LoadedModel | None = None, on_logits: OnLogits | None = None
+) -> dict[str, list[int]]:
+    """Run ``scenario`` without recording; generated token ids by request id.
+
+    With the native plan in the padded layout this is mlx-lm's own engine with only the model call counted.
+    ``on_logits(forward, logits)`` sees the logits of every forward whose logits the engine uses.
+    """
+    loaded = loaded or load(scenario.model)
+    work = prepare(scenario, loaded)
+    session = Session(loaded.model, scenario.kernels)
+    if scenario.schedule.layout == "packed":
+        refuse_unpackable(loaded.model)
+    with session.running(None, packed=scenario.schedule.layout == "packed"):
+        session.on_logits = on_logits
+        _run(scenario, session, work, lambda *_: None)
+    return {w.id: list(w.generated) for w in work}
+
+
+def _again(scenario: Scenario, loaded: LoadedModel, session: Session, logits: FirstLogits) -> None:
+    work = prepare(scenario, loaded)
+    with session.running(None, packed=scenario.schedule.layout == "packed"):
+        session.on_logits = logits
+        _run(scenario, session, work, lambda *_: None)
+
+
+def _run(scenario: Scenario, session: Session, work: list[Work], on_token: OnToken) -> None:
+    if scenario.schedule.layout == "packed":
+        PackedEngine(session).run(work, scenario.schedule, on_token)
+        return
+    composer = PaddedComposer(work)
+    session.compose = composer.compose
+    run_padded(session.model, work, scenario.schedule, composer, on_token)
+
+
+def _header(scenario: Scenario, loaded: LoadedModel, work: list[Work], session: Session) -> dict[str, Any]:
+    return {
+        "scenario": scenario.to_dict(),
+        "model": dict(loaded.identity),
+        "environment": environment(),
+        "requests": [
+            {"id": w.id, "tokens": list(w.prompt), "max_tokens": w.max_tokens, "arrival": w.arrival} for w in work
+        ],
+        "sites": [site.to_json() for site in session.sites.sites],
+    }
+
+
+def _subject(scenario: Scenario, loaded: LoadedModel, work: list[Work], session: Session) -> Subject:
+    def text(token: int) -> str:
+        return str(loaded.tokenizer.decode([token]))
+
+    lens = _lens(loaded.model, session) if scenario.capture.lens else None
+    return Subject(scenario.capture, [w.id for w in work], [len(w.prompt) for w in work], text, lens)
+
+
+def _lens(model: nn.Module, session: Session) -> Callable[[mx.array], mx.array]:
+    """Final norm and head as one function of hidden rows [rows, D], outside the taps."""
+    norm, head = session.module(session.sites.norm), session.module(session.sites.head)
+    if norm is None or head is None:
+        raise LayoutError(
+            "lens needs a final norm and an output projection outside the layers; this model has "
+            f"{'no' if norm is None else 'a'} final norm and {'no' if head is None else 'an'} output projection "
+            "among its sites. Record without lens."
+        )
+
+    def logits(hidden: mx.array) -> mx.array:
+        session.paused = True
+        try:
+            return lens_logits(hidden, norm, head)
+        finally:
+            session.paused = False
+
+    return logits

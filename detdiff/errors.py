@@ -1,0 +1,303 @@
+"""Every error detdiff raises on purpose: one class per broken rule, each message one paragraph.
+
+A message says what was found, what was expected and what to do. ``exit_code`` follows diff(1): 2 is trouble,
+3 is "nothing comparable".
+"""
+
+from __future__ import annotations
+
+
+class DetdiffError(Exception):
+    """Base of all errors that bad input or a broken environment can cause."""
+
+    exit_code = 2
+
+
+class NothingComparable(DetdiffError):
+    """The two runs share nothing that could be compared; never reported as identical."""
+
+    exit_code = 3
+
+
+class ScenarioError(DetdiffError):
+    """A scenario file, flag or dataclass says something that cannot be run."""
+
+
+class ScenarioFileError(ScenarioError):
+    """A scenario file is not there, cannot be read, is not UTF-8 or is not TOML."""
+
+
+class ScenarioKeyUnknown(ScenarioError):
+    """A scenario, request, rule or flag names a key that does not exist."""
+
+
+class ScenarioKeyMissing(ScenarioError):
+    """A key without a default is absent."""
+
+
+class ScenarioTypeError(ScenarioError):
+    """A key's value is of another type than the key takes."""
+
+
+class ScenarioRangeError(ScenarioError):
+    """A value is of the right type and outside of what the key allows."""
+
+
+class ScenarioConflict(ScenarioError):
+    """Two settings are each allowed and contradict one another."""
+
+
+class ScenarioFlagError(ScenarioError):
+    """A text of flags cannot be split, repeats a key or has a key without its value."""
+
+
+class RequestsMissing(ScenarioError):
+    """A scenario has no request."""
+
+
+class RequestIdRepeated(ScenarioError):
+    """Two requests have one id."""
+
+
+class PromptMissing(ScenarioError):
+    """A request has an empty prompt, or neither prompt nor tokens."""
+
+
+class PromptAmbiguous(ScenarioError):
+    """A request has both prompt and tokens."""
+
+
+class ModelError(DetdiffError):
+    """A model directory is missing, incomplete or cannot be loaded."""
+
+
+class ModelNotFound(ModelError):
+    """There is no directory of the given name."""
+
+
+class ModelNotADirectory(ModelError):
+    """The given path is a file; a model is a directory."""
+
+
+class ModelConfigMissing(ModelError):
+    """A model directory has no config.json."""
+
+
+class ModelConfigInvalid(ModelError):
+    """config.json is not a JSON object, or lacks a value that its model type needs."""
+
+
+class ModelTypeUnknown(ModelError):
+    """config.json names a model type for which mlx-lm has no module."""
+
+
+class ModelWeightsMissing(ModelError):
+    """A model directory has no safetensors file that mlx-lm would read."""
+
+
+class ModelShardMissing(ModelError):
+    """The index of a model's weights names a file that is not there."""
+
+
+class ModelWeightsCorrupt(ModelError):
+    """A safetensors file is cut short or its header does not describe it."""
+
+
+class ModelWeightsMismatch(ModelError):
+    """The arrays in the weight files are not those that the configuration asks for."""
+
+
+class TokenizerMissing(ModelError):
+    """A model directory has no tokenizer file."""
+
+
+class TokenizerInvalid(ModelError):
+    """A tokenizer does not load, or gives ids that the model has no embedding for."""
+
+
+class ModelUnreachable(ModelError):
+    """A hub id could not be fetched and is not in the local cache."""
+
+
+class ChatTemplateUnusable(ModelError):
+    """A chat prompt was asked for and the tokenizer has no template, or its template refuses the prompt."""
+
+
+class PromptWithoutTokens(ModelError):
+    """The tokenizer made no token at all of a prompt."""
+
+
+class GgufMissing(ModelError):
+    """There is no GGUF file at the given path."""
+
+
+class GgufCorrupt(ModelError):
+    """A file is not GGUF, is cut short, or its header describes what cannot be there."""
+
+
+class GgufUnsupported(ModelError):
+    """A GGUF file holds something that the import does not know how to carry over exactly."""
+
+
+class GgufPackageMissing(ModelError):
+    """The `gguf` package is not installed and the file's blocks cannot be unpacked without it."""
+
+
+class ImportTargetExists(ModelError):
+    """The directory that an import should create is already there."""
+
+
+class ImportNotWritten(ModelError):
+    """The imported model could not be written, for example because the disk is full."""
+
+
+class ContextExceeded(ScenarioError):
+    """Prompt and answer together do not fit the model's context."""
+
+
+class TokenOutOfRange(ScenarioError):
+    """A token id that the model's vocabulary does not have."""
+
+
+class LayoutError(DetdiffError):
+    """A model cannot be run in the asked layout; names the module that prevents it."""
+
+
+class KernelPlanError(DetdiffError):
+    """A kernel plan names an unknown path or profile, or one that a site cannot take."""
+
+
+class TraceError(DetdiffError):
+    """A trace breaks a rule of its format, or cannot be written."""
+
+
+class NotATrace(TraceError):
+    """The path is not a directory that holds a readable trace.json."""
+
+
+class TraceHeaderError(TraceError):
+    """trace.json is not a JSON object with the required fields."""
+
+
+class TraceSchemaError(TraceError):
+    """trace.json states another schema version than the one this program reads."""
+
+
+class SiteListError(TraceError):
+    """The list of sites is malformed, repeats a name or is not in execution order."""
+
+
+class RequestListError(TraceError):
+    """The list of requests is malformed or repeats an id."""
+
+
+class LogMissing(TraceError):
+    """forwards.jsonl or texts.jsonl is not there, or is not a regular file."""
+
+
+class LogSizeError(TraceError):
+    """forwards.jsonl or texts.jsonl is not the file that the trace was completed with."""
+
+
+class LogLineError(TraceError):
+    """A line is not UTF-8 JSON, or the last line of a complete trace has no end."""
+
+
+class ForwardLineError(TraceError):
+    """A forward's line lacks a field, is out of order or names an unknown plan, request or phase."""
+
+
+class PlanLineError(TraceError):
+    """A plan's line lacks a field, is out of order or names sites that do not exist."""
+
+
+class TextLineError(TraceError):
+    """A line of texts.jsonl is not [token id, text], or gives one id two texts."""
+
+
+class ShardNameError(TraceError):
+    """A shard's entry in trace.json is malformed or its name is not the next shard name."""
+
+
+class ShardMissing(TraceError):
+    """A shard is not there, or is not a regular file."""
+
+
+class ShardSizeError(TraceError):
+    """A shard's size is not the one that trace.json states, or it shrank while it was read."""
+
+
+class ShardLengthError(TraceError):
+    """A shard claims a header that does not fit in its file."""
+
+
+class ShardHeaderError(TraceError):
+    """A shard's header is not a JSON object of tensors with dtype, shape and data_offsets."""
+
+
+class TensorNameError(TraceError):
+    """A shard holds a tensor whose name the format does not know."""
+
+
+class TensorTypeError(TraceError):
+    """A tensor has an unknown dtype, or another one than its name demands."""
+
+
+class TensorOffsetError(TraceError):
+    """Tensors overlap, leave holes, pass the end of the file or do not have the bytes of their shape."""
+
+
+class TensorMissing(TraceError):
+    """A shard lacks a tensor that its other tensors need."""
+
+
+class TensorShapeError(TraceError):
+    """Tensors that describe the same rows disagree in length or rank."""
+
+
+class TableError(TraceError):
+    """A table does not give every port a column, or differs between shards."""
+
+
+class RowError(TraceError):
+    """A row names a request, forward, phase, table or position that does not exist."""
+
+
+class GeneratedError(TraceError):
+    """A generated token names what does not exist, or its top logits are not in order."""
+
+
+class ValueRowsError(TraceError):
+    """A value's rows are not ascending rows of its own table."""
+
+
+class ChecksumError(TraceError):
+    """A file's bytes are not those that were written."""
+
+
+class TraceReadError(TraceError):
+    """The operating system refused to read a part of a trace."""
+
+
+class TraceExists(TraceError):
+    """A trace would be written over something that is already there."""
+
+
+class TraceWriteError(TraceError):
+    """The operating system refused to write a part of a trace."""
+
+
+class TraceDiskFull(TraceWriteError):
+    """There is no space left for a trace."""
+
+
+class WriterClosed(TraceError):
+    """A writer was used after it had finished, aborted or failed."""
+
+
+class ReplayError(DetdiffError):
+    """A re-run did not give the digests that the trace stored."""
+
+
+class AnswerError(DetdiffError):
+    """A JSON answer has another schema, or keys that its schema does not have."""

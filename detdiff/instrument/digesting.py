@@ -1,0 +1,237 @@
+"""From the arrays of one forward to rows of digests: which columns there are, and who shares one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from detdiff.scenario import Capture
+from detdiff.trace import Rows, Value
+from detdiff.trace.digest import STORAGE
+
+from .buffers import Memory, memory
+from .entries import Ledgers
+from .forward import ForwardRecord, RowTable
+from .host_digest import digest_jobs, layout_job
+from .sites import SiteMap
+
+UInt64 = NDArray[np.uint64]
+Event = dict[str, Any]
+
+
+@dataclass
+class Column:
+    """One distinct value of a row: its digests uint64 [rows], and where its values lie.
+
+    ``present`` are the rows (indices into the forward's row table) that have it; ``source`` is (array as
+    unsigned integers with slots first and rows second, dtype name, slots, columns) or None where no values exist.
+    """
+
+    ports: list[int]
+    present: NDArray[np.int64]
+    digests: UInt64
+    source: tuple[NDArray[Any], str, NDArray[np.int64], NDArray[np.int64]] | None = None
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which values a capture keeps: a row mask over requests and positions, and a set of ports."""
+
+    ports: frozenset[int]
+    requests: frozenset[int]
+    positions: tuple[int, int] | None
+
+    @classmethod
+    def of(cls, capture: Capture, sites: SiteMap, request_ids: list[str]) -> Selection | None:
+        """None for the digest level, everything for ``full``, what the window names for ``window``."""
+        if capture.level == "digest":
+            return None
+        wanted = capture.sites if capture.level == "window" and capture.sites else ("*",)
+        names = capture.requests if capture.level == "window" and capture.requests else tuple(request_ids)
+        ports = frozenset(
+            port
+            for (key, _), port in sites.ports.items()
+            if any(fnmatchcase(sites.sites[sites.index[key]].name, pattern) for pattern in wanted)
+        )
+        positions = capture.positions if capture.level == "window" else None
+        requests = frozenset(i for i, name in enumerate(request_ids) if name in names)
+        return cls(ports, requests, positions)
+
+    def rows(self, table: RowTable) -> NDArray[np.bool_]:
+        keep = np.isin(table.request, list(self.requests))
+        if self.positions is not None:
+            low, high = self.positions
+            keep &= (table.position >= low) & (table.position <= high)
+        return keep
+
+
+class Digester:
+    """Digests forwards in order; keeps, per request and cache, what was written before."""
+
+    def __init__(self, sites: SiteMap, selection: Selection | None) -> None:
+        self._sites = sites
+        self._selection = selection
+        self._ledgers = Ledgers()
+        self._compact = {sites.ports[k, p] for k in (sites.head, "logits") if k for p in ("in", "out")}
+
+    def digest(self, record: ForwardRecord) -> tuple[list[Rows], list[Event]]:
+        """All rows of ``record``, grouped by which ports they have, and the cache events that were noticed."""
+        table = RowTable.of(record.forward.segments)
+        columns = record.finished + self._arrays(record, table)
+        entry_columns, events = self._entries(record, table)
+        columns += entry_columns
+        return self._rows(record, table, columns), events
+
+    def flush(self, record: ForwardRecord) -> None:
+        """Digest what the record holds so far and let go of the arrays, so that a big forward stays small."""
+        table = RowTable.of(record.forward.segments)
+        record.finished += self._arrays(record, table)
+        entry_columns, events = self._entries(record, table)
+        record.finished += entry_columns
+        record.events += events
+        record.arrays.clear()
+        record.device.clear()
+        record.caches.clear()
+
+    def _places(self, record: ForwardRecord, table: RowTable, port: int) -> tuple[NDArray[np.int64], ...]:
+        """(rows, slots, columns) that a port covers."""
+        everything = np.arange(len(table.request))
+        selected = record.forward.selected
+        if port in record.states:
+            rows = everything[table.last]
+            return rows, table.slot[rows], np.zeros(len(rows), np.int64)
+        if port in self._compact and selected is not None:
+            place = {column: i for i, column in enumerate(selected)}
+            rows = np.array([r for r in everything if int(table.column[r]) in place], np.int64)
+            columns = np.array([place[int(table.column[r])] for r in rows], np.int64)
+            return rows, np.zeros(len(rows), np.int64), columns
+        return everything, table.slot, table.column
+
+    def _arrays(self, record: ForwardRecord, table: RowTable) -> list[Column]:
+        if record.device:
+            return [self._device_column(record, table, port) for port in sorted(record.arrays)]
+        found: dict[tuple[Any, ...], list[int]] = {}
+        memories: dict[int, tuple[Memory, int | None]] = {}
+        for port in sorted(record.arrays):
+            array = record.arrays[port]
+            axis = None if port in record.states else self._sites.shapes[port].axis
+            where = memory(array)
+            job = layout_job(where, axis)
+            if job is None:
+                array = record.arrays[port] = mx.contiguous(array)
+                where = memory(array)
+                job = layout_job(where, axis)
+                assert job is not None
+            kind = "state" if axis is None else "compact" if port in self._compact else "row"
+            found.setdefault((kind, where.dtype, job), []).append(port)
+            memories[port] = (where, axis)
+        columns: list[Column] = []
+        for kind in ("row", "compact", "state"):
+            group = [(key, ports) for key, ports in found.items() if key[0] == kind]
+            if not group:
+                continue
+            rows, slots, cols = self._places(record, table, group[0][1][0])
+            digests = digest_jobs([key[2] for key, _ in group], [key[1] for key, _ in group], slots, cols)
+            for i, (_, ports) in enumerate(group):
+                source = None
+                if self._selection is not None:
+                    source = (*_by_row(*memories[ports[0]]), slots, cols)
+                columns.append(Column(ports, rows, digests[:, i], source))
+        return columns
+
+    def _device_column(self, record: ForwardRecord, table: RowTable, port: int) -> Column:
+        rows, slots, cols = self._places(record, table, port)
+        source = None
+        if self._selection is not None:
+            axis = None if port in record.states else self._sites.shapes[port].axis
+            source = (*_by_row(memory(record.arrays[port]), axis), slots, cols)
+        return Column([port], rows, np.asarray(record.device[port])[slots, cols], source)
+
+    def _entries(self, record: ForwardRecord, table: RowTable) -> tuple[list[Column], list[Event]]:
+        columns: list[Column] = []
+        events: list[Event] = []
+        ports = self._sites.ports
+        for call in record.caches:
+            folded = self._ledgers.fold(call, record.forward.segments)
+            events += folded.events
+            present = folded.rows
+            for h, name in enumerate(folded.names):
+                source = None
+                if self._selection is not None and folded.source is not None:
+                    source = folded.source(h)
+                columns.append(Column([ports[f"{call.key}.write", name]], present, folded.entries[:, h], source))
+            read = [ports[f"{call.key}.read", "read"]]
+            kv = ports.get((f"{call.key.rpartition('.cache')[0]}.attention", "kv"))
+            if kv is not None:
+                read.append(kv)
+            written = ports[f"{call.key}.read", "written"]
+            if np.array_equal(folded.read, folded.written):
+                read.append(written)
+            else:
+                columns.append(Column([written], present, folded.written))
+            columns.append(Column(read, present, folded.read))
+        return columns, events
+
+    def _rows(self, record: ForwardRecord, table: RowTable, columns: list[Column]) -> list[Rows]:
+        n = len(table.request)
+        n_ports = len(self._sites.ports)
+        has = np.zeros((n, len(columns)), bool)
+        for c, column in enumerate(columns):
+            has[column.present, c] = True
+        patterns, group_of = np.unique(has, axis=0, return_inverse=True)
+        # Groups in the order of their first row, so that the trace does not depend on how masks sort.
+        order = sorted(range(len(patterns)), key=lambda g: int(np.argmax(group_of.ravel() == g)))
+        tokens = np.asarray(record.forward.tokens).astype(np.int64)
+        keep = None if self._selection is None else self._selection.rows(table)
+        result: list[Rows] = []
+        for group in order:
+            rows = np.flatnonzero(group_of.ravel() == group)
+            chosen = np.flatnonzero(patterns[group])
+            port_column = np.full(n_ports, -1, np.int64)
+            digests = np.empty((len(rows), len(chosen)), np.uint64)
+            values: dict[int, Value] = {}
+            for place, c in enumerate(chosen):
+                column = columns[c]
+                port_column[column.ports] = place
+                within = np.searchsorted(column.present, rows)
+                digests[:, place] = column.digests[within]
+                if keep is not None and column.source is not None and self._wanted(column):
+                    values[place] = _value(column, rows, within, keep)
+            result.append(
+                Rows(
+                    request=table.request[rows].astype(np.int32),
+                    position=table.position[rows].astype(np.int32),
+                    forward=np.full(len(rows), record.forward.index, np.int32),
+                    slot=table.lane[rows].astype(np.int32),
+                    phase=table.phase[rows].astype(np.int32),
+                    token=tokens[table.slot[rows], table.column[rows]].astype(np.int32),
+                    table=tuple(int(c) for c in port_column),
+                    digests=digests,
+                    values={c: v for c, v in values.items() if len(v.rows)},
+                )
+            )
+        return result
+
+    def _wanted(self, column: Column) -> bool:
+        return self._selection is not None and not self._selection.ports.isdisjoint(column.ports)
+
+
+def _by_row(where: Memory, axis: int | None) -> tuple[NDArray[Any], str]:
+    view = where.numpy()
+    return (view[:, None] if axis is None else np.moveaxis(view, axis, 1)), where.dtype
+
+
+def _value(column: Column, rows: NDArray[Any], within: NDArray[Any], keep: NDArray[np.bool_]) -> Value:
+    assert column.source is not None
+    view, dtype, slots, cols = column.source
+    taken = np.flatnonzero(keep[rows])
+    places = within[taken]
+    data = view[slots[places], cols[places]].reshape(len(places), -1)
+    stored = np.ascontiguousarray(data).view(STORAGE[dtype])
+    return Value(taken.astype(np.int32), stored, dtype)
+

@@ -1,0 +1,186 @@
+"""Cache entries: what was written where, what each row could see, and whether it is still what was written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from detdiff.trace import head_weight, position_weight
+
+from .buffers import Memory, memory
+from .forward import CacheCall, Segment
+from .host_digest import digest_entries, fold_entries
+
+UInt64 = NDArray[np.uint64]
+Int64 = NDArray[np.int64]
+Source = tuple[NDArray[Any], str, Int64, Int64]
+
+EVERYTHING = 1 << 40
+
+
+@dataclass(frozen=True)
+class Folded:
+    """One cache call in rows: ``entries`` uint64 [rows, heads], ``written`` and ``read`` uint64 [rows].
+
+    ``rows`` are indices into the forward's row table, ``names`` the entry names (K.0, …) in column order,
+    ``source(h)`` where the values of entry ``h`` lie (None where entries are stored in several parts).
+    """
+
+    rows: Int64
+    names: tuple[str, ...]
+    entries: UInt64
+    written: UInt64
+    read: UInt64
+    events: list[dict[str, Any]]
+    source: Callable[[int], Source] | None
+
+
+def physical_places(call: CacheCall, length: int, segment: Segment) -> tuple[int, Int64]:
+    """(low, places): the oldest position that the cache still holds, and where each from there on lies.
+
+    The newest column of the forward is the newest entry in temporal order; a ring only rotates that order. The
+    anchor is what the engine wrote, not what the cache says of itself, so a cache whose own bookkeeping is wrong
+    shows up as entries that are not what was written.
+    """
+    end = segment.start + segment.count
+    first = segment.start - (0 if call.own else segment.column)  # the position of the first column written
+    oldest = max(0, first - (length - call.columns))
+    keep = 0
+    if call.ring is not None:
+        keep = call.ring[1]
+        oldest = max(oldest, first - (length - keep - call.columns))
+    if call.window is not None:
+        oldest = max(oldest, segment.start - call.window + 1)
+    temporal = np.arange(oldest, end, dtype=np.int64) - first + (length - call.columns)
+    if call.ring is None:
+        return oldest, temporal
+    index, _, size = call.ring
+    return oldest, keep + (index - keep + temporal - keep) % (size - keep)
+
+
+class Ledgers:
+    """Digests of every cache entry as it was written, uint64 [capacity, heads] per request and cache."""
+
+    def __init__(self) -> None:
+        self._written: dict[tuple[int, str], UInt64] = {}
+        self._weights: UInt64 = position_weight(np.arange(1024))
+
+    def _ledger(self, request: int, key: str, end: int, heads: int) -> UInt64:
+        ledger = self._written.get((request, key))
+        if ledger is None or len(ledger) < end:
+            grown = np.zeros((max(256, 2 * end), heads), np.uint64)
+            if ledger is not None:
+                grown[: len(ledger)] = ledger
+            ledger = self._written[request, key] = grown
+        if len(self._weights) < end:
+            self._weights = position_weight(np.arange(2 * end))
+        return ledger
+
+    def fold(self, call: CacheCall, segments: Sequence[Segment]) -> Folded:
+        """Digest one cache call; new entries go into the ledgers, changed ones into the events."""
+        memories = [] if call.device else [memory(array) for _, array in call.parts]
+        kinds = [kind for kind, _ in call.parts]
+        heads = [array.shape[1] for _, array in call.parts]
+        names = _entry_names(kinds, heads)
+        weights = head_weight(np.arange(len(names)))
+        offsets = np.cumsum([0] + [s.count for s in segments])
+        pieces: list[tuple[UInt64, UInt64, UInt64]] = []
+        rows: list[Int64] = []
+        places: list[Int64] = []
+        events: list[dict[str, Any]] = []
+        for lane, slot in zip(call.segments, call.slots, strict=True):
+            segment = segments[lane]
+            if segment.count == 0:
+                continue
+            found = self._found(call, memories, kinds, heads, slot)
+            low, physical = physical_places(call, len(found), segment)
+            end = segment.start + segment.count
+            ledger = self._ledger(segment.request, call.key, end, len(names))
+            span = (low, segment.start, segment.count, call.window or EVERYTHING)
+            written, read, changed = fold_entries(found, physical, span, (self._weights, weights), ledger)
+            pieces.append((ledger[segment.start : end].copy(), written, read))
+            rows.append(np.arange(offsets[lane], offsets[lane + 1]))
+            places.append(physical[segment.start - low :])
+            events += [
+                {
+                    "kind": "cache_changed",
+                    "request": segment.request,
+                    "layer": call.layer,
+                    "entry": names[h].partition(".")[0],
+                    "head": int(names[h].partition(".")[2]),
+                    "position": int(p),
+                }
+                for p, h in changed
+            ]
+        order = np.concatenate(rows)
+        slots = np.repeat(np.array(call.slots, np.int64), [len(r) for r in rows])
+        columns = np.concatenate(places)
+        single = len(kinds) == len(set(kinds)) and not call.device
+
+        def source(entry: int) -> Source:
+            part = 0 if entry < heads[0] else 1
+            view = memories[part].numpy()[:, entry - (heads[0] if part else 0)]
+            return view, memories[part].dtype, slots, columns
+
+        entries, written, read = (np.concatenate([p[i] for p in pieces]) for i in range(3))
+        return Folded(order, names, entries, written, read, events, source if single else None)
+
+    def _found(
+        self, call: CacheCall, memories: list[Memory], kinds: list[str], heads: list[int], slot: int
+    ) -> UInt64:
+        """Digests uint64 [T, heads] of the entries as they lie in the cache."""
+        parts: dict[str, UInt64] = {}
+        for i, kind in enumerate(kinds):
+            if call.device:
+                digests = np.asarray(call.device[i])[slot]
+            else:
+                digests = digest_entries(memories[i], slot)
+            # A quantised entry has several parts; odd weights keep one changed word visible in the sum.
+            weight = head_weight(np.array([1000 + i]))[0] if kind in parts else np.uint64(1)
+            parts[kind] = parts[kind] + weight * digests if kind in parts else digests
+        return np.concatenate(list(parts.values()), axis=1)
+
+
+def _entry_names(kinds: list[str], heads: list[int]) -> tuple[str, ...]:
+    count = dict(zip(kinds, heads, strict=True))
+    return tuple(f"{kind}.{h}" for kind, n in count.items() for h in range(n))
+
+
+def cache_call(
+    key: str,
+    layer: int,
+    result: Any,
+    cache: Any,
+    columns: int,
+    lanes: tuple[tuple[int, ...], tuple[int, ...], bool],
+) -> CacheCall | None:
+    """Describe one ``update_and_fetch`` right after it happened; None where the entries cannot be addressed.
+
+    ``lanes`` are (segments, slots, own) as in CacheCall.
+    """
+    keys, values = result
+    parts: list[tuple[str, mx.array]] = []
+    for kind, stored in (("K", keys), ("V", values)):
+        pieces = stored if isinstance(stored, tuple | list) else (stored,)
+        for piece in pieces:
+            if not isinstance(piece, mx.array) or piece.ndim != 4:
+                return None
+            parts.append((kind, piece.astype(piece.dtype)))
+    name = type(cache).__name__
+    length = parts[0][1].shape[2]
+    ring: tuple[int, int, int] | None = None
+    window: int | None = None
+    if name == "RotatingKVCache":
+        window = cache.max_size
+        if columns == 1 and cache.offset > length:
+            ring = (cache._idx, cache.keep, length)
+    elif name == "BatchRotatingKVCache":
+        window = cache.max_size
+        if columns == 1 and cache.rotated:
+            ring = (cache._idx, 0, length)
+    return CacheCall(key, layer, tuple(parts), lanes[0], lanes[1], columns, ring, window, lanes[2])

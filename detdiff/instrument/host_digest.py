@@ -1,0 +1,269 @@
+"""Digests of recorded arrays computed on the host, straight from MLX's memory, by compiled loops.
+
+The numbers are those of :mod:`detdiff.trace.digest`; only the way there differs. Nothing is copied except rows
+whose contiguous pieces are not whole 32-bit words.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import numba
+import numpy as np
+from numba.core import types
+from numba.extending import intrinsic
+from numpy.typing import NDArray
+
+from detdiff.trace.digest import B_DTYPE, B_LENGTH, DTYPE_CODES, coefficients
+
+from .buffers import Memory
+
+UInt64 = NDArray[np.uint64]
+Int64 = NDArray[np.int64]
+
+JOB = 10  # address, slot stride, column stride, three (count, stride) pairs, bytes per contiguous piece
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _words(typingctx: Any, address: Any) -> Any:
+    """An int64 address as a pointer to uint32."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
+
+    return types.CPointer(types.uint32)(types.int64), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _bytes(typingctx: Any, address: Any) -> Any:
+    """An int64 address as a pointer to uint8."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
+
+    return types.CPointer(types.uint8)(types.int64), codegen
+
+
+@numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def _sum_words(address: int, count: int, coef: UInt64, first: int) -> np.uint64:
+    words = numba.carray(_words(address), count)
+    total = np.uint64(0)
+    for i in range(count):
+        total += coef[first + i] * np.uint64(words[i])
+    return total
+
+
+@numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def _digest_one(base: int, job: Int64, coef: UInt64, scratch: NDArray[np.uint8]) -> np.uint64:
+    piece = job[9]
+    total = np.uint64(0)
+    if piece % 4 == 0:
+        words = piece // 4
+        first = 0
+        for a in range(job[3]):
+            for b in range(job[5]):
+                for c in range(job[7]):
+                    total += _sum_words(base + a * job[4] + b * job[6] + c * job[8], words, coef, first)
+                    first += words
+        return total
+    at = 0
+    for a in range(job[3]):
+        for b in range(job[5]):
+            for c in range(job[7]):
+                source = numba.carray(_bytes(base + a * job[4] + b * job[6] + c * job[8]), piece)
+                for i in range(piece):
+                    scratch[at] = source[i]
+                    at += 1
+    while at % 4 != 0:
+        scratch[at] = np.uint8(0)
+        at += 1
+    for i in range(at // 4):
+        word = np.uint64(scratch[4 * i])
+        for k in range(1, 4):
+            word |= np.uint64(scratch[4 * i + k]) << np.uint64(8 * k)
+        total += coef[i] * word
+    return total
+
+
+@numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def _digest_jobs(
+    jobs: Int64,
+    constants: UInt64,
+    slots: Int64,
+    columns: Int64,
+    coef: UInt64,
+    scratch: NDArray[np.uint8],
+    out: UInt64,
+) -> None:
+    for j in range(jobs.shape[0]):
+        job = jobs[j]
+        for r in range(slots.shape[0]):
+            base = job[0] + slots[r] * job[1] + columns[r] * job[2]
+            out[r, j] = constants[j] + _digest_one(base, job, coef, scratch)
+
+
+def layout_job(memory: Memory, axis: int | None) -> tuple[int, ...] | None:
+    """How to walk a row of an array [slots, ..., rows at ``axis``, ...]; None when it has too many pieces.
+
+    ``axis`` None: one row a slot.
+
+    Neighbouring dimensions that lie contiguously are merged, so the walk (and with it the identity of two views
+    of the same rows) does not depend on how a model reshaped them.
+    """
+    dims = [
+        (n, s)
+        for i, (n, s) in enumerate(zip(memory.shape, memory.strides, strict=True))
+        if i not in (0, axis) and n != 1
+    ]
+    merged: list[tuple[int, int]] = []
+    for n, s in dims:
+        if merged and merged[-1][1] == n * s:
+            merged[-1] = (merged[-1][0] * n, s)
+        else:
+            merged.append((n, s))
+    piece = memory.itemsize
+    if merged and merged[-1][1] == memory.itemsize:
+        piece *= merged.pop()[0]
+    if len(merged) > 3:
+        return None
+    pairs = [(1, 0)] * (3 - len(merged)) + merged
+    slot_stride = memory.strides[0] if memory.shape[0] > 1 else 0
+    row_stride = memory.strides[axis] if axis is not None and memory.shape[axis] > 1 else 0
+    flat = [v for pair in pairs for v in pair]
+    return (memory.address, slot_stride, row_stride, *flat, piece)
+
+
+def row_bytes(job: tuple[int, ...]) -> int:
+    """Bytes of one row of a job."""
+    return job[3] * job[5] * job[7] * job[9]
+
+
+_coefficients: UInt64 = coefficients(1 << 14)
+
+
+def _coefficients_for(words: int) -> UInt64:
+    global _coefficients
+    if words > len(_coefficients):
+        _coefficients = coefficients(1 << (words - 1).bit_length())
+    return _coefficients
+
+
+def constant(dtype: str, n_bytes: int) -> int:
+    """What dtype and length add to a digest, as an int below 2**64."""
+    return (B_DTYPE * DTYPE_CODES[dtype] + B_LENGTH * n_bytes) & 0xFFFFFFFFFFFFFFFF
+
+
+def digest_jobs(jobs: list[tuple[int, ...]], dtypes: list[str], slots: Int64, columns: Int64) -> UInt64:
+    """Digests uint64 [rows, jobs] of the rows (slot, column) of every job; the arrays must be alive."""
+    out = np.empty((len(slots), len(jobs)), np.uint64)
+    if not jobs or not len(slots):
+        return out
+    sizes = [row_bytes(job) for job in jobs]
+    constants = np.array([constant(d, n) for d, n in zip(dtypes, sizes, strict=True)], np.uint64)
+    longest = max(sizes)
+    coef = _coefficients_for((longest + 3) // 4)
+    scratch = np.empty(longest + 4, np.uint8)
+    _digest_jobs(np.array(jobs, np.int64), constants, slots, columns, coef, scratch, out)
+    return out
+
+
+@numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def _digest_entries(
+    address: int,
+    head_stride: int,
+    row_stride: int,
+    piece: int,
+    base: np.uint64,
+    coef: UInt64,
+    out: UInt64,
+) -> None:
+    for t in range(out.shape[0]):
+        for h in range(out.shape[1]):
+            out[t, h] = base + _sum_words(address + h * head_stride + t * row_stride, piece // 4, coef, 0)
+
+
+def digest_entries(memory: Memory, slot: int) -> UInt64:
+    """Digests uint64 [T, heads] of the cache entries of one slot; memory [slots, heads, T, D]."""
+    _, heads, length, width = memory.shape
+    slot_stride, head_stride, row_stride, item_stride = memory.strides
+    piece = width * memory.itemsize
+    if piece % 4 or (item_stride != memory.itemsize and width > 1):
+        job = layout_job(Memory(memory.address, memory.shape, memory.strides, memory.itemsize, memory.dtype), 2)
+        assert job is not None
+        per_head = [
+            (job[0] + h * head_stride, job[1], job[2], 1, 0, 1, 0, width, item_stride, memory.itemsize)
+            for h in range(heads)
+        ]
+        slots = np.full(length, slot, np.int64)
+        return digest_jobs(per_head, [memory.dtype] * heads, slots, np.arange(length, dtype=np.int64))
+    out = np.empty((length, heads), np.uint64)
+    coef = _coefficients_for(piece // 4)
+    base = np.uint64(constant(memory.dtype, piece))
+    _digest_entries(memory.address + slot * slot_stride, head_stride, row_stride, piece, base, coef, out)
+    return out
+
+
+@numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def _fold(
+    found: UInt64,
+    physical: Int64,
+    low: int,
+    start: int,
+    count: int,
+    window: int,
+    position_weights: UInt64,
+    head_weights: UInt64,
+    ledger: UInt64,
+    written: UInt64,
+    read: UInt64,
+    changed: Int64,
+) -> int:
+    """Sum entries over what each row sees; write the new ones into the ledger; list those that changed."""
+    heads = found.shape[1]
+    end = start + count
+    sum_written = np.zeros(end - low + 1, np.uint64)
+    sum_read = np.zeros(end - low + 1, np.uint64)
+    n_changed = 0
+    for p in range(low, end):
+        at = physical[p - low]
+        term_read = np.uint64(0)
+        term_written = np.uint64(0)
+        for h in range(heads):
+            now = found[at, h]
+            if p >= start:
+                ledger[p, h] = now
+            elif ledger[p, h] != now and n_changed < changed.shape[0]:
+                changed[n_changed, 0] = p
+                changed[n_changed, 1] = h
+                n_changed += 1
+            term_read += head_weights[h] * now
+            term_written += head_weights[h] * ledger[p, h]
+        weight = position_weights[p]
+        sum_read[p - low + 1] = sum_read[p - low] + weight * term_read
+        sum_written[p - low + 1] = sum_written[p - low] + weight * term_written
+    for r in range(count):
+        last = start + r + 1 - low
+        first = max(0, start + r + 1 - window - low)
+        read[r] = sum_read[last] - sum_read[first]
+        written[r] = sum_written[last] - sum_written[first]
+    return n_changed
+
+
+def fold_entries(
+    found: UInt64,
+    physical: Int64,
+    span: tuple[int, int, int, int],
+    weights: tuple[UInt64, UInt64],
+    ledger: UInt64,
+) -> tuple[UInt64, UInt64, Int64]:
+    """``written`` and ``read`` sums uint64 [count] of each new row, and changed entries int64 [n, 2].
+
+    ``found`` uint64 [T, heads] are the digests in physical order, ``physical`` [end - low] says where position
+    low + i lies; ``span`` is (low, start, count, window); ``ledger`` [capacity, heads] is updated in place.
+    """
+    low, start, count, window = span
+    written = np.empty(count, np.uint64)
+    read = np.empty(count, np.uint64)
+    changed = np.empty((64, 2), np.int64)
+    n = _fold(found, physical, low, start, count, window, *weights, ledger, written, read, changed)
+    return written, read, cast(Int64, changed[:n])

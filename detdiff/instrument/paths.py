@@ -1,0 +1,138 @@
+"""The kernel plan at work: which path a linear site takes in a forward, and running it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from detdiff_kernels import Call, Kernel, Profile, Staged, forced, kernel, kernel_names, profile
+from numpy.typing import NDArray
+
+from detdiff.errors import KernelPlanError
+from detdiff.scenario import KernelPlan, PathRule
+
+NATIVE = "native"
+
+
+@dataclass(frozen=True)
+class Path:
+    """A kernel path by its full name (native, forced/…, reference/…), and the rule that chose it."""
+
+    name: str
+    rule: str
+
+
+class PathRunner:
+    """Chooses and runs the kernel path of every linear call under one plan.
+
+    Raises KernelPlanError for a path or profile that does not exist.
+    """
+
+    def __init__(self, plan: KernelPlan) -> None:
+        self._plan = plan
+        self._profile: Profile | None = _profile(plan.profile) if plan.profile else None
+        self._staged: dict[tuple[int, str], tuple[nn.Module, Staged]] = {}
+        self._kernels: dict[str, Kernel] = {}
+        for rule in plan.rules:
+            self._check(rule)
+
+    @property
+    def native(self) -> bool:
+        """True when every call runs as the backend would run it."""
+        return self._profile is None and not self._plan.rules and self._plan.split_rows is None
+
+    def _check(self, rule: PathRule) -> None:
+        path = rule.path
+        if path in (NATIVE, "rows") or path.startswith("pad:"):
+            return
+        if path not in kernel_names():
+            raise KernelPlanError(
+                f"A rule for {rule.site!r} names the kernel path {path!r}; expected native, rows, pad:N or one of "
+                f"{', '.join(kernel_names())}. Correct the path."
+            )
+
+    def choose(self, site: str, phase: str, call: Call) -> Path:
+        """The path of one call at ``site`` in a forward of this ``phase`` (prefill, decode or mixed)."""
+        for rule in self._plan.rules:
+            if fnmatchcase(site, rule.site) and rule.phase in ("any", phase) and rule.holds(call.rows, call.second_last):
+                text = f"rule: site {rule.site}, phase {rule.phase}, rows {rule.rows} -> {rule.path}"
+                return Path(_full_name(rule.path), text)
+        split = self._plan.split_rows
+        if self._profile is not None:
+            choice = self._profile.choose(call, split_rows=split)
+            return Path(_full_name(choice.kernel), choice.rule)
+        if split is not None and 1 < call.rows <= split:
+            return Path("forced/rows", f"split_rows {split}: {call.rows} rows <= {split} -> row by row")
+        return Path(NATIVE, "")
+
+    def run(self, path: Path, native: Callable[..., Any], module: nn.Module, x: mx.array) -> mx.array:
+        """The output of ``module`` for ``x`` [..., K], computed on ``path``."""
+        family, _, rest = path.name.partition("/")
+        if family == NATIVE:
+            y: mx.array = native(x)
+            return y
+        if family == "forced":
+            if rest == "rows":
+                return forced.rows(native, x, mx)
+            return forced.padded(native, x, int(rest.removeprefix("pad:")), mx)
+        return self._reference(rest, module, x)
+
+    def _reference(self, name: str, module: nn.Module, x: mx.array) -> mx.array:
+        staged = self._stage(name, module)
+        flat = np.asarray(mx.contiguous(x.astype(mx.float32))).reshape(-1, x.shape[-1])
+        y = mx.array(self._kernels[name](flat, staged)).reshape(*x.shape[:-1], -1).astype(x.dtype)
+        return y + module["bias"] if "bias" in module else y
+
+    def _stage(self, name: str, module: nn.Module) -> Staged:
+        found = self._staged.get((id(module), name))
+        if found is None:
+            if name not in self._kernels:
+                self._kernels[name] = kernel(name)
+            # The module is kept beside its staged weight so that its id cannot be given to another one.
+            found = self._staged[id(module), name] = (module, self._kernels[name].stage(dense_weight(module)))
+        return found[1]
+
+
+def _profile(name: str) -> Profile:
+    try:
+        return profile(name)
+    except ValueError as error:
+        raise KernelPlanError(f"{error}") from error
+
+
+def _full_name(path: str) -> str:
+    if path == NATIVE:
+        return path
+    if path == "rows" or path.startswith("pad:"):
+        return f"forced/{path}"
+    return f"reference/{path}"
+
+
+def dense_weight(module: nn.Module) -> NDArray[np.float32]:
+    """The weight of a linear, quantised linear or embedding module as float32 [N, K]."""
+    weight = module["weight"]
+    if "scales" in module:
+        biases = module.get("biases")
+        weight = mx.dequantize(
+            weight,
+            module["scales"].astype(mx.float32) if module.mode == "affine" else module["scales"],
+            biases.astype(mx.float32) if biases is not None else None,
+            group_size=module.group_size,
+            bits=module.bits,
+            mode=module.mode,
+        )
+    return np.asarray(mx.contiguous(weight.astype(mx.float32)))
+
+
+def call_of(x: mx.array, module: nn.Module, op: str, outputs: int) -> Call:
+    """The dispatch facts of a linear call: rows M, second-to-last dimension, K, N, dtype, bits."""
+    width = x.shape[-1]
+    second_last = x.shape[-2] if x.ndim > 1 else 1
+    dtype = str(x.dtype).rpartition(".")[2]
+    bits = int(module.bits) if "scales" in module else None
+    return Call(op, x.size // width, second_last, width, outputs, dtype, bits)

@@ -1,0 +1,58 @@
+"""Faults planted on purpose: the twin of every check, and the tool that shows a detector detects."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import mlx.core as mx
+
+if TYPE_CHECKING:
+    from .forward import Forward
+
+_BITS = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32}
+
+
+@dataclass(frozen=True)
+class Plant:
+    """Moves one element of one row of a site's output by one unit in the last place.
+
+    ``request`` is an index, ``position`` a row position; ``element`` counts within the row's values in row
+    order and wraps at their number. The bit pattern is increased by one (decreased where that would be an
+    infinity), so the value is the next one away from zero.
+    """
+
+    site: str
+    request: int
+    position: int
+    element: int = 0
+    port: str = "out"
+
+    def apply(self, site: str, port: str, value: mx.array, axis: int, forward: Forward) -> mx.array:
+        """``value`` unchanged, or a copy with the one element moved where this forward holds the row."""
+        if site != self.site or port != self.port:
+            return value
+        for segment in forward.segments:
+            if segment.request == self.request and 0 <= self.position - segment.start < segment.count:
+                column = segment.column + self.position - segment.start
+                return _moved(value, segment.slot, column, axis, self.element)
+        return value
+
+
+def _moved(value: mx.array, slot: int, column: int, axis: int, element: int) -> mx.array:
+    shape = [n for i, n in enumerate(value.shape) if i not in (0, axis)]
+    index: list[int] = []
+    rest = element
+    for n in reversed(shape):
+        index.append(rest % n)
+        rest //= n
+    index.reverse()
+    full = [slot, *index]
+    full.insert(axis, column)
+    key = tuple(full)
+    # view() needs a whole array; contiguity keeps the element order of the logical shape.
+    bits = mx.contiguous(value).view(_BITS[value.itemsize])
+    old = bits[key]
+    largest = mx.abs(value[key]) == mx.finfo(value.dtype).max
+    bits[key] = mx.where(largest, old - 1, old + 1)
+    return bits.view(value.dtype)

@@ -1,0 +1,284 @@
+"""The recorder: takes what the taps saw, forward by forward, and writes it to a trace."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from detdiff.scenario import Capture
+from detdiff.trace import Generated, Lens, TraceWriter, format_ranges
+
+from .bookkeeping import describe, summarise
+from .device_digest import device_entries, device_rows
+from .digesting import Digester, Selection
+from .entries import cache_call
+from .forward import Forward, ForwardRecord, RowTable
+from .sites import Arrays, SiteMap
+from .topk import as_float32, top
+
+LAG = 2  # forwards whose digests wait: mlx-lm computes one ahead, so older ones are surely evaluated
+
+
+@dataclass
+class _Answer:
+    """What a row's logits said: forward, top ids and logits, and the lens."""
+
+    forward: int
+    ids: Any
+    logits: Any
+    lens: tuple[Any, Any, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is recorded: the capture, the requests' ids and prompt lengths, and a text for each token id."""
+
+    capture: Capture
+    request_ids: list[str]
+    prompt_lengths: list[int]
+    text: Callable[[int], str]
+    lens: Callable[[mx.array], mx.array] | None = None
+
+
+@dataclass
+class _Tokens:
+    """Generated tokens and the logits that chose them, until both are known."""
+
+    chosen: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
+    answers: dict[tuple[int, int], _Answer] = field(default_factory=dict)
+
+
+class Recorder:
+    """Implements what a session calls while it records, for one run."""
+
+    def __init__(self, writer: TraceWriter, sites: SiteMap, subject: Subject) -> None:
+        self._writer = writer
+        self._sites = sites
+        self._subject = subject
+        capture = subject.capture
+        self._on_device = capture.digest == "device" or (capture.digest == "auto" and mx.default_device() == mx.gpu)
+        self._digester = Digester(sites, Selection.of(capture, sites, subject.request_ids))
+        self._pending: deque[ForwardRecord] = deque()
+        self._record: ForwardRecord | None = None
+        self._texts: set[int] = set()
+        self._tokens = _Tokens()
+        self._eager = False
+        self.forwards = 0
+        self.rows = 0
+
+    # What a session calls.
+
+    def begin(self, forward: Forward, cache: Sequence[Any]) -> None:
+        while len(self._pending) >= LAG:
+            self._finish(self._pending.popleft())
+        self._record = ForwardRecord(forward, self._sites, bookkeeping=describe(cache))
+        budget = self._subject.capture.memory_mb << 20
+        # Up to LAG + 1 forwards are held at once.
+        self._eager = forward.rows * self._sites.bytes_per_row * (LAG + 1) > budget
+        if self._eager:
+            self._drain()
+
+    def site(self, key: str, kind: str, inputs: Arrays, outputs: Arrays, parent: str | None) -> None:
+        record = self._record
+        if record is None or (not record.forward.logits_used and key == self._sites.head):
+            return
+        record.add(key, inputs)
+        record.add(key, outputs)
+        if kind == "state":
+            record.states.update(
+                self._sites.ports[key, name] for name, _ in outputs if (key, name) in self._sites.ports
+            )
+
+    def call(self, key: str, rows: int, second_last: int, path: str, rule: str) -> None:
+        if self._record is not None:
+            self._record.calls.append((self._sites.index[key], rows, second_last, path, rule))
+
+    def cache_call(self, key: str, keys: mx.array, values: mx.array, calls: list[tuple[Any, Any]]) -> None:
+        record = self._record
+        write = f"{key}.write"
+        if record is None or write not in self._sites.index:
+            return
+        record.add(write, [("k", keys), ("v", values)])
+        layer = self._sites.cache_layers[write]
+        segments = record.forward.segments
+        packed = record.forward.layout == "packed"
+        for lane, (cache, result) in enumerate(calls):
+            lanes = (lane,) if packed else tuple(range(len(segments)))
+            slots = (0,) if packed else tuple(s.slot for s in segments)
+            columns = segments[lane].count if packed else keys.shape[2]
+            found = cache_call(key, layer, result, cache, columns, (lanes, slots, packed))
+            if found is not None:
+                record.caches.append(found)
+
+    def mask(self, layer: int | None, kind: str) -> None:
+        if self._record is not None and layer is not None:
+            self._record.masks[layer] = kind
+
+    def block_done(self, key: str) -> None:
+        record = self._record
+        if record is None:
+            return
+        if self._subject.lens is not None and record.forward.logits_used:
+            port = self._sites.ports[key, "out"]
+            rows = self._answering(record.forward)
+            if len(rows[0]):
+                hidden = record.arrays[port][mx.array(rows[2]), mx.array(rows[3])]
+                record.lens.append(self._subject.lens(hidden))
+        if self._eager:
+            self._digester.flush(record)
+
+    def end(self, forward: Forward, logits: mx.array) -> None:
+        record = self._record
+        assert record is not None
+        self._record = None
+        if forward.logits_used:
+            record.add("logits", [("in", self._head_out(record, logits)), ("out", logits)])
+            record.logits = logits.astype(logits.dtype)
+        side = list(record.lens)
+        if self._on_device:
+            side += self._on_device_digests(record)
+        if side:
+            # Evaluated with the logits, so that reading them later waits for nothing.
+            mx.async_eval(logits, *side)
+        self._pending.append(record)
+        if self._eager:
+            self._drain()
+
+    def token(self, request: int, index: int, token: int) -> None:
+        """The engine's answer: token ``index`` (from 0) of a request."""
+        position = self._subject.prompt_lengths[request] - 1 + index
+        self._tokens.chosen[request, position] = (index, token)
+        self._emit(request, position)
+
+    def finish(self) -> None:
+        """Digest what is still held."""
+        self._drain()
+
+    # How it is done.
+
+    def _head_out(self, record: ForwardRecord, logits: mx.array) -> mx.array:
+        port = self._sites.ports.get((self._sites.head or "", "out"))
+        return record.arrays.get(port, logits) if port is not None else logits
+
+    def _on_device_digests(self, record: ForwardRecord) -> list[mx.array]:
+        for port, array in record.arrays.items():
+            axis = None if port in record.states else self._sites.shapes[port].axis
+            record.device[port] = device_rows(array, axis)
+        for call in record.caches:
+            call.device = [device_entries(array) for _, array in call.parts]
+        return [*record.device.values(), *(d for call in record.caches for d in call.device)]
+
+    def _drain(self) -> None:
+        while self._pending:
+            self._finish(self._pending.popleft())
+
+    def _answering(self, forward: Forward) -> tuple[Any, Any, Any, Any]:
+        """(requests, positions, slots, columns) of the rows whose logits may choose a token."""
+        table = RowTable.of(forward.segments)
+        lengths = np.array(self._subject.prompt_lengths, np.int64)
+        keep = table.position >= lengths[table.request] - 1
+        return table.request[keep], table.position[keep], table.slot[keep], table.column[keep]
+
+    def _finish(self, record: ForwardRecord) -> None:
+        rows, events = self._digester.digest(record)
+        forward = record.forward
+        caches, wrong = summarise(record.bookkeeping, record.masks, forward)
+        line = {
+            "forward": forward.index,
+            "phase": forward.phase,
+            "layout": forward.layout,
+            "shape": list(forward.shape),
+            "rows": [
+                {
+                    "request": s.request,
+                    "slot": lane if forward.layout == "packed" else s.slot,
+                    "start": s.start,
+                    "count": s.count,
+                    "phase": s.phase,
+                }
+                for lane, s in enumerate(forward.segments)
+            ],
+            "plan": self._plan(record),
+            "caches": caches,
+        }
+        events = record.events + events + wrong
+        if events:
+            line["events"] = events
+        for group in rows:
+            self._see(group.token)
+        self._writer.forward(line)
+        for group in rows:
+            self._writer.rows(group)
+            self.rows += len(group.request)
+        self.forwards += 1
+        if record.logits is not None:
+            self._answers(record)
+
+    def _plan(self, record: ForwardRecord) -> int:
+        """The number of the plan that says which path each site took in this forward."""
+        groups: dict[tuple[str, str, int, int], list[int]] = {}
+        called = {site for site, *_ in record.calls}
+        for site, rows, second_last, path, rule in record.calls:
+            groups.setdefault((path, rule, rows, second_last), []).append(site)
+        slots, columns = record.forward.shape
+        rest = [i for i in range(len(self._sites.sites)) if i not in called]
+        head = self._sites.index.get(self._sites.head or "", -1)
+        selected = record.forward.selected
+        if head in rest and selected is not None:
+            rest.remove(head)
+            groups["native", "", len(selected), len(selected)] = [head]
+        native = groups.setdefault(("native", "", slots * columns, columns), [])
+        native += rest
+        calls = [
+            {"path": path, "rule": rule, "rows": rows, "second_last": second_last, "sites": format_ranges(sites)}
+            for (path, rule, rows, second_last), sites in sorted(groups.items(), key=lambda item: min(item[1]))
+        ]
+        return self._writer.plan(calls)
+
+    def _answers(self, record: ForwardRecord) -> None:
+        requests, positions, slots, columns = self._answering(record.forward)
+        assert record.logits is not None
+        selected = record.forward.selected
+        if selected is not None:
+            place = {column: i for i, column in enumerate(selected)}
+            columns = np.array([place[int(c)] for c in columns], np.int64)
+        if not len(requests):
+            return
+        k = self._subject.capture.top
+        ids, logits = top(as_float32(record.logits)[slots, columns], k)
+        lens = [as_float32(layer) for layer in record.lens]
+        for i, (request, position) in enumerate(zip(requests.tolist(), positions.tolist(), strict=True)):
+            answer = _Answer(record.forward.index, ids[i], logits[i])
+            if lens:
+                layers = np.stack([layer[i] for layer in lens])
+                answer.lens = (*top(layers, k), layers[:, ids[i][:2]])
+            self._tokens.answers[request, position] = answer
+            self._emit(request, position)
+
+    def _emit(self, request: int, position: int) -> None:
+        """Write a token once both its id and the logits that chose it are known."""
+        if (request, position) not in self._tokens.chosen or (request, position) not in self._tokens.answers:
+            return
+        index, token = self._tokens.chosen.pop((request, position))
+        answer = self._tokens.answers.pop((request, position))
+        self._see([token, *answer.ids.tolist()])
+        lens = None
+        if answer.lens is not None:
+            ids, logits, contested = answer.lens
+            self._see(ids.ravel().tolist())
+            lens = Lens(ids[None], logits[None], contested[None])
+        numbers = (request, index, token, answer.forward, position)
+        columns = [np.array([n], np.int32) for n in numbers]
+        self._writer.generated(Generated(*columns, answer.ids[None], answer.logits[None], lens))
+
+    def _see(self, tokens: Iterable[int]) -> None:
+        for token in tokens:
+            number = int(token)
+            if number not in self._texts:
+                self._texts.add(number)
+                self._writer.text(number, self._subject.text(number))

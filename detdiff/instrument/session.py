@@ -1,0 +1,364 @@
+"""A session: answers the taps of one model, runs its kernel plan and hands what it sees to a recorder."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import ArraysCache
+
+from detdiff.errors import KernelPlanError, LayoutError
+from detdiff.scenario import KernelPlan
+
+from .forward import Forward
+from .paths import PathRunner, call_of
+from .plant import Plant
+from .sites import Arrays, SiteMap, discover
+from .taps import tapped, tapped_top
+
+
+class Packing(Protocol):
+    """How a packed forward runs what must be done per request."""
+
+    def rope(self, native: Callable[..., Any], args: Any, kw: Any) -> mx.array: ...
+    def attention(self, native: Callable[..., Any], args: Any, kw: Any) -> mx.array: ...
+
+
+class Sink(Protocol):
+    """Where a session puts what the taps saw."""
+
+    def site(self, key: str, kind: str, inputs: Arrays, outputs: Arrays, parent: str | None) -> None: ...
+
+
+class Recording(Sink, Protocol):
+    """A sink that follows forwards from begin to end."""
+
+    def begin(self, forward: Forward, cache: Sequence[Any]) -> None: ...
+    def call(self, key: str, rows: int, second_last: int, path: str, rule: str) -> None: ...
+    def cache_call(self, key: str, keys: mx.array, values: mx.array, calls: list[tuple[Any, Any]]) -> None: ...
+    def mask(self, layer: int | None, kind: str) -> None: ...
+    def block_done(self, key: str) -> None: ...
+    def end(self, forward: Forward, logits: mx.array) -> None: ...
+
+
+class Session:
+    """Taps on one model for the length of a ``with`` block.
+
+    ``compose(inputs, cache)`` is called at the start of each model call and says whose rows it holds.
+    Entering a session that is already entered raises RuntimeError; after leaving, it can be entered again.
+    """
+
+    def __init__(self, model: nn.Module, plan: KernelPlan | None = None, plants: Iterable[Plant] = ()) -> None:
+        self.model = model
+        self.paths = PathRunner(plan or KernelPlan())
+        self._plants = tuple(plants)
+        self._plan = plan or KernelPlan()
+        self.compose: Callable[[mx.array, Any], Forward] | None = None
+        self.recording: Recording | None = None
+        self.on_logits: Callable[[Forward, mx.array], None] | None = None
+        self.packing: Packing | None = None
+        self.paused = False
+        self._entered = False
+        self._reset()
+        self.sites: SiteMap = discover(model, self._discovering)
+        self._check_rules()
+
+    def _reset(self) -> None:
+        self._sink: Sink | None = None
+        self.forward: Forward | None = None
+        self._stack: list[str] = []
+        self._counts: dict[str, int] = {}
+        self._states_done: set[int] = set()
+        self._failed_in: str | None = None
+        self._sorted: tuple[mx.array, mx.array] | None = None
+
+    @contextlib.contextmanager
+    def _discovering(self, sink: Sink) -> Iterator[None]:
+        self._reset()
+        self.compose = None
+        self.paused = False
+        self.packing = None
+        self._sink = sink
+        plants, self._plants = self._plants, ()
+        paths, self.paths = self.paths, PathRunner(KernelPlan())
+        try:
+            with tapped(self.model, self):
+                yield
+        finally:
+            self._plants, self.paths = plants, paths
+            self._reset()
+
+    def _check_rules(self) -> None:
+        from fnmatch import fnmatchcase
+
+        takers = [s.name for s in self.sites.sites if s.kind in ("linear", "head")]
+        for rule in self._plan.rules:
+            if not any(fnmatchcase(name, rule.site) for name in takers):
+                raise KernelPlanError(
+                    f"The rule for site {rule.site!r} matches none of the {len(takers)} linear sites of this model "
+                    f"(for example {takers[0] if takers else 'none'}). Correct the pattern, or remove the rule."
+                )
+
+    @contextlib.contextmanager
+    def running(self, recording: Recording | None, *, packed: bool = False) -> Iterator[Session]:
+        """Taps on; every forward goes to ``recording``.
+
+        With None nothing is recorded, and taps are on only as far as the kernel plan and the packed layout need
+        them: a native padded run is then mlx-lm's own engine with nothing but the model call counted.
+        """
+        if self._entered:
+            raise RuntimeError("this session is already entered; leave it first, or make a second session")
+        self._entered = True
+        self._reset()
+        self.recording = recording
+        bare = recording is None and self.paths.native and not packed and not self._plants
+        try:
+            with tapped_top(self.model, self) if bare else tapped(self.model, self):
+                yield self
+        finally:
+            self._entered = False
+            self.recording = None
+            self.on_logits = None
+            self._reset()
+
+    def module(self, key: str | None) -> Callable[[mx.array], mx.array] | None:
+        """The module behind a site's key, as a function; a tied head is the embedding's ``as_linear``."""
+        from .sites import walk
+
+        for name, module, _ in walk(self.model):
+            if name == key:
+                return module
+            if f"{name}.as_linear" == key:
+                linear: Callable[[mx.array], mx.array] = module.as_linear
+                return linear
+        return None
+
+    # What the taps call. `_active` is False outside a model call, so a paused session or another model
+    # that shares a cache class runs untouched.
+
+    @property
+    def _active(self) -> bool:
+        return not self.paused and (self._sink is not None or self.forward is not None)
+
+    @property
+    def _where(self) -> str | None:
+        return self._stack[-1] if self._stack else None
+
+    def _key(self, name: str) -> str:
+        count = self._counts[name] = self._counts.get(name, 0) + 1
+        return name if count == 1 else f"{name}#{count}"
+
+    def top(self, native: Callable[..., Any], args: Any, kw: Any) -> Any:
+        if self.paused or self._sink is not None or self.compose is None:
+            return native(*args, **kw)
+        cache = kw.get("cache", args[1] if len(args) > 1 else None)
+        self._reset()
+        forward = self.compose(args[0], cache)
+        self.forward = forward
+        self._sink = self.recording
+        if self.recording is not None:
+            self.recording.begin(forward, cache or [])
+        try:
+            logits = native(*args, **kw)
+            logits = self._planted("logits", "out", logits)
+            if self.recording is not None:
+                self.recording.end(forward, logits)
+            if self.on_logits is not None and forward.logits_used:
+                self.on_logits(forward, logits)
+            return logits
+        except (TypeError, AttributeError, ValueError, IndexError, NotImplementedError) as error:
+            if self.packing is None:
+                raise
+            raise LayoutError(
+                f"The module {self._failed_in or 'of the model'} cannot run in the packed layout: {error}. It does "
+                "something with the cache, the mask or the position other than passing it to RoPE and attention. "
+                'Use layout = "padded" for this model.'
+            ) from error
+        finally:
+            self._reset()
+
+    def leaf(self, name: str, kind: str, native: Callable[..., Any], module: nn.Module, args: Any, kw: Any) -> Any:
+        if not self._active:
+            return native(*args, **kw)
+        key = self._key(name)
+        try:
+            if kind in ("linear", "as_linear"):
+                args = (self._selected(key, args[0]), *args[1:])
+                y = self._linear(key, native, module, args[0])
+            elif kind == "rope" and self.packing is not None:
+                y = self.packing.rope(native, args, kw)
+            else:
+                y = native(*args, **kw)
+        except Exception:
+            self._failed_in = self._failed_in or name
+            raise
+        if not isinstance(y, mx.array):
+            return y
+        y = self._planted(key, "out", y)
+        if self._sink is not None:
+            if kind == "switch":
+                inputs, outputs = self._switch_ports(key, args, kw, y)
+            else:
+                arrays = [a for a in (*args, *kw.values()) if isinstance(a, mx.array) and a.ndim > 1]
+                inputs = [("in" if i == 0 else f"in.{i + 1}", a) for i, a in enumerate(arrays)]
+                outputs = [("out", y)]
+            self._sink.site(key, kind, inputs, outputs, self._where)
+        return y
+
+    def _selected(self, key: str, x: mx.array) -> mx.array:
+        """In a packed forward the head sees only the rows whose logits are asked for, as engines do it."""
+        forward = self.forward
+        if forward is None or forward.selected is None or key != self.sites.head:
+            return x
+        return x[:, mx.array(forward.selected, mx.uint32)]
+
+    def _linear(self, key: str, native: Callable[..., Any], module: nn.Module, x: mx.array) -> mx.array:
+        forward = self.forward
+        if forward is None or self.paths.native:
+            y: mx.array = native(x)
+            return y
+        place = self.sites.index.get(key)
+        if place is None:
+            y = native(x)
+            return y
+        outputs = module["weight"].shape[0]
+        call = call_of(x, module, "head" if key == self.sites.head else "linear", outputs)
+        path = self.paths.choose(self.sites.sites[place].name, forward.phase, call)
+        if not forward.logits_used and key == self.sites.head:
+            # The engine throws these logits away; leaving them lazy keeps the head from running at all.
+            y = native(x)
+            return y
+        if self.recording is not None:
+            self.recording.call(key, call.rows, call.second_last, path.name, path.rule)
+        return self.paths.run(path, native, module, x)
+
+    def _planted(self, key: str, port: str, value: Any) -> Any:
+        forward = self.forward
+        if not self._plants or forward is None or not isinstance(value, mx.array):
+            return value
+        place = self.sites.index.get(key)
+        shape = self.sites.shapes.get(self.sites.ports.get((key, port), -1))
+        if place is None or shape is None:
+            return value
+        if key in ("logits", self.sites.head) and forward.selected is not None:
+            forward = _compact(forward)
+        for plant in self._plants:
+            value = plant.apply(self.sites.sites[place].name, port, value, shape.axis, forward)
+        return value
+
+    def gather_sort(self, native: Callable[..., Any], args: Any) -> Any:
+        result = native(*args)
+        if self._active:
+            self._sorted = (result[1], result[2])
+        return result
+
+    def _switch_ports(self, key: str, args: Any, kw: Any, y: mx.array) -> tuple[Arrays, Arrays]:
+        """Ports of an expert linear, brought back from expert order to row order where mlx-lm sorted them."""
+        x, experts = args[0], args[1]
+        if self._sorted is None or experts is not self._sorted[0] or self.forward is None:
+            return [("in", x), ("experts", experts)], [("out", y)]
+        order = self._sorted[1]
+        slots, columns = self.forward.shape
+
+        def rows(array: mx.array, port: str) -> mx.array:
+            back = array[order].reshape(slots, columns, -1, *array.shape[1:])
+            shape = self.sites.shapes.get(self.sites.ports.get((key, port), -1))
+            # Before the first expert layer a row has one value for all its experts: any copy is that value.
+            return back[:, :, :1] if shape is not None and shape.slots == 1 else back
+
+        return [("in", rows(x, "in")), ("experts", rows(experts, "experts"))], [("out", rows(y, "out"))]
+
+    def composite(self, name: str, native: Callable[..., Any], args: Any, kw: Any) -> Any:
+        if not self._active:
+            return native(*args, **kw)
+        key = self._key(name)
+        parent = self._where
+        self._stack.append(name)
+        try:
+            result = native(*args, **kw)
+        except Exception:
+            self._failed_in = self._failed_in or name
+            raise
+        finally:
+            self._stack.pop()
+        self._states(name, (*args, *kw.values()))
+        first = result[0] if isinstance(result, tuple) and result else result
+        if isinstance(first, mx.array):
+            planted = self._planted(key, "out", first)
+            if planted is not first:
+                result = (planted, *result[1:]) if isinstance(result, tuple) else planted
+            if self._sink is not None and args and isinstance(args[0], mx.array):
+                self._sink.site(key, "composite", [("in", args[0])], [("out", planted)], parent)
+        if self.recording is not None and self.forward is not None and key in self.sites.blocks:
+            self.recording.block_done(key)
+        return result
+
+    def _states(self, name: str, arguments: Sequence[Any]) -> None:
+        """Recurrent states, recorded by the innermost module that was given the cache."""
+        for cache in arguments:
+            if isinstance(cache, ArraysCache) and id(cache) not in self._states_done and self._sink is not None:
+                self._states_done.add(id(cache))
+                states = [(str(i), s) for i, s in enumerate(cache.cache) if isinstance(s, mx.array)]
+                self._sink.site(self._key(f"{name}.state"), "state", [], states, name)
+
+    def attention(self, native: Callable[..., Any], args: Any, kw: Any) -> Any:
+        if not self._active:
+            return native(*args, **kw)
+        key = self._key(f"{self._where}.attention")
+        if self.packing is not None:
+            y = self.packing.attention(native, args, kw)
+        else:
+            y = native(*args, **kw)
+        y = self._planted(key, "out", y)
+        if self._sink is not None:
+            queries = args[0] if args else kw["queries"]
+            self._sink.site(key, "attention", [("in", queries)], [("out", y)], self._where)
+            if self.recording is not None and self.forward is not None:
+                self.recording.mask(self._layer(key), _mask_kind(kw.get("mask", args[5] if len(args) > 5 else None)))
+        return y
+
+    def _layer(self, key: str) -> int | None:
+        place = self.sites.index.get(key)
+        return None if place is None else self.sites.sites[place].layer
+
+    def cache(self, native: Callable[..., Any], cache: Any, args: Any) -> Any:
+        if not self._active or self.packing is not None:
+            return native(*args)
+        result = native(*args)
+        self.cache_call(args[0], args[1], [(cache, result)])
+        return result
+
+    def cache_call(self, keys: mx.array, values: mx.array, calls: list[tuple[Any, Any]]) -> None:
+        """Record one write of ``keys`` and ``values`` [slots, heads, columns, width], per cache that took part."""
+        key = self._key(f"{self._where}.cache")
+        if self._sink is None:
+            return
+        if self.recording is not None and self.forward is not None:
+            self.recording.cache_call(key, keys, values, calls)
+            return
+        given = [("k", keys), ("v", values)]
+        self._sink.site(f"{key}.write", "cache_write", given, given, self._where)
+        self._sink.site(f"{key}.read", "cache_read", [], [], self._where)
+
+
+def _mask_kind(mask: Any) -> str:
+    if mask is None:
+        return "none"
+    return mask if isinstance(mask, str) else getattr(mask, "kind", "array")
+
+
+def _compact(forward: Forward) -> Forward:
+    """The forward as the head sees it: one column per selected row."""
+    from dataclasses import replace
+
+    assert forward.selected is not None
+    segments = []
+    for segment in forward.segments:
+        for i, column in enumerate(forward.selected):
+            if 0 <= column - segment.column < segment.count:
+                start = segment.start + column - segment.column
+                segments.append(replace(segment, start=start, count=1, column=i))
+    return replace(forward, segments=tuple(segments))

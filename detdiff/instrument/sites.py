@@ -1,0 +1,276 @@
+"""Finds a model's sites: a small forward with every tap on, whose order and shapes say what there is."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import make_prompt_cache
+
+from detdiff.errors import LayoutError
+from detdiff.trace import Site
+
+Arrays = list[tuple[str, mx.array]]
+
+COMPOSITE = {"block", "attn_block", "mlp", "recurrent"}
+LINEAR_CLASSES = ("Linear", "QuantizedLinear", "QQLinear", "BitLinear")
+EMBEDDING_CLASSES = ("Embedding", "QuantizedEmbedding")
+SWITCH_CLASSES = ("SwitchLinear", "QuantizedSwitchLinear")
+
+
+def module_kind(module: nn.Module) -> str | None:
+    """The site kind of a leaf module by its class, or None for one that is not tapped."""
+    names = [cls.__name__ for cls in type(module).__mro__]
+    if any(name in SWITCH_CLASSES for name in names):
+        return "switch"
+    if any(name in EMBEDDING_CLASSES for name in names):
+        return "embedding"
+    if any(name in LINEAR_CLASSES for name in names):
+        return "linear"
+    if any("rope" in name.lower() or "rotary" in name.lower() for name in names):
+        return "rope"
+    if any("Norm" in name for name in names):
+        return "norm"
+    return None
+
+
+def site_name(path: str) -> str:
+    """A module path as a site name: what wraps the language model is dropped from the front."""
+    for prefix in ("language_model.model.", "language_model.", "model.", "backbone.", "transformer."):
+        if path.startswith(prefix):
+            return path[len(prefix) :]
+    return path
+
+
+def layer_of(name: str) -> int | None:
+    """The layer number in a site name, or None."""
+    found = re.search(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)(?:\.|$)", name)
+    return int(found[1]) if found else None
+
+
+def walk(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """(site name, module, kind) of every module worth a tap; composites have the kind "composite"."""
+    seen: set[int] = set()
+    for path, module in model.named_modules():
+        if module is model or not path or id(module) in seen or not callable(module):
+            continue
+        seen.add(id(module))
+        kind = module_kind(module)
+        name = site_name(path)
+        if kind is None:
+            if not module.children() or layer_of(name) is None:
+                continue
+            kind = "composite"
+        yield name, module, kind
+
+
+@dataclass
+class Found:
+    """One completed call seen during discovery."""
+
+    key: str
+    kind: str
+    inputs: Arrays
+    outputs: Arrays
+    parent: str | None
+
+
+@dataclass(frozen=True)
+class PortShape:
+    """How to find a row in a port's array: the row axis, and (for experts) the slots a row has."""
+
+    axis: int
+    slots: int = 0
+
+
+@dataclass(frozen=True)
+class SiteMap:
+    """A model's sites in execution order, and how taps address them.
+
+    ``index`` maps a tap's key to its site; ``ports`` maps (key, port name) to a port index; ``shapes`` has one
+    entry per port; ``bytes_per_row`` is what one row of all ports takes; ``head`` is the key of the output
+    projection; ``last_write`` is the index of the last cache site (rows after it do not feed the cache).
+    """
+
+    sites: tuple[Site, ...]
+    index: dict[str, int]
+    ports: dict[tuple[str, str], int]
+    shapes: dict[int, PortShape]
+    bytes_per_row: int
+    head: str | None
+    cache_layers: dict[str, int] = field(default_factory=dict)
+    blocks: tuple[str, ...] = ()
+    norm: str | None = None
+
+
+class Discovery:
+    """A sink for taps that only remembers what was called, in order of completion."""
+
+    def __init__(self) -> None:
+        self.calls: list[Found] = []
+
+    def site(self, key: str, kind: str, inputs: Arrays, outputs: Arrays, parent: str | None) -> None:
+        self.calls.append(Found(key, kind, inputs, outputs, parent))
+
+
+def probe_length(model: nn.Module) -> int:
+    """A row count that no weight or configured size of the model has, so that the row axis is unmistakable."""
+    taken: set[int] = set()
+
+    def collect(value: Any) -> None:
+        if isinstance(value, bool):
+            return
+        if isinstance(value, int):
+            taken.add(value)
+        elif isinstance(value, dict):
+            for item in value.values():
+                collect(item)
+        elif isinstance(value, list | tuple):
+            for item in value:
+                collect(item)
+
+    collect(vars(getattr(model, "args", None) or object()) if hasattr(model, "args") else {})
+    for module in model.modules():
+        collect({k: v for k, v in vars(module).items() if not k.startswith("__")})
+    return next(n for n in (5, 7, 11, 13, 17, 19, 23, 29, 31, 37) if n not in taken)
+
+
+def discover(model: nn.Module, install: Callable[[Any], Any]) -> SiteMap:
+    """Run one short forward with taps on and read off the sites.
+
+    ``install(sink)`` is a context manager that puts the taps on. Raises LayoutError when the model's output
+    is not logits of shape [1, rows, vocabulary].
+    """
+    length = probe_length(model)
+    sink = Discovery()
+    tokens = mx.arange(length)[None]
+    with install(sink):
+        logits = model(tokens, cache=make_prompt_cache(model))
+    if not isinstance(logits, mx.array) or logits.ndim != 3 or logits.shape[1] != length:
+        raise LayoutError(
+            f"The model {type(model).__module__}.{type(model).__name__} returned "
+            f"{getattr(logits, 'shape', type(logits).__name__)} for {length} tokens; expected logits of shape "
+            f"[1, {length}, vocabulary]. Only language models in mlx-lm's form can be traced."
+        )
+    return _site_map(sink.calls, logits, length)
+
+
+def _row_axis(array: mx.array, length: int) -> int | None:
+    return next((axis for axis in (1, 2) if array.ndim > axis and array.shape[axis] == length), None)
+
+
+def _site_map(calls: list[Found], logits: mx.array, length: int) -> SiteMap:
+    calls = [call for call in calls if _keep_ports(call, length)]
+    head = next(
+        (
+            call.key
+            for call in reversed(calls)
+            if call.kind in ("linear", "embedding", "as_linear")
+            and call.outputs[0][1].shape[-1] == logits.shape[-1]
+            and layer_of(call.key) is None
+        ),
+        None,
+    )
+    names = _names(calls, head)
+    kept = {call.key for call in calls}
+    attention_parents = {call.parent for call in calls if call.kind == "attention"}
+    recurrent_parents = {call.parent for call in calls if call.kind == "state"}
+    sites: list[Site] = []
+    index: dict[str, int] = {}
+    ports: dict[tuple[str, str], int] = {}
+    shapes: dict[int, PortShape] = {}
+    n_bytes = 0
+    n_ports = 0
+    for call in calls:
+        kind = call.kind
+        if kind == "composite":
+            if re.fullmatch(r"(?:.*\.)?(?:layers|h|blocks)\.\d+", call.key):
+                kind = "block"
+            elif call.key in recurrent_parents:
+                kind = "recurrent"
+            elif call.key in attention_parents:
+                kind = "attn_block"
+            else:
+                kind = "mlp"
+        if call.key == head:
+            kind = "head"
+        elif kind == "as_linear":
+            kind = "linear"
+        parent = call.parent
+        while parent is not None and parent not in kept:
+            parent = parent.rpartition(".")[0] or None
+        inputs, outputs = call.inputs, call.outputs
+        extra_in = ("kv",) if kind == "attention" else ()
+        layer = layer_of(call.key)
+        if kind == "cache_read":
+            in_names, out_names = ("written",), ("read",)
+        elif kind == "cache_write":
+            heads = [(side, array.shape[1]) for side, array in outputs]
+            in_names = tuple(n for n, _ in inputs)
+            out_names = tuple(f"{side.upper()}.{h}" for side, n in heads for h in range(n))
+            n_bytes += sum(a.nbytes // length for _, a in outputs)
+        else:
+            in_names = tuple(n for n, _ in inputs) + extra_in
+            out_names = tuple(n for n, _ in outputs)
+        index[call.key] = len(sites)
+        sites.append(Site(names[call.key], kind, layer, in_names, out_names, names.get(parent or "")))
+        for name in (*in_names, *out_names):
+            ports[call.key, name] = n_ports
+            n_ports += 1
+        for name, array in (*inputs, *outputs):
+            port = ports.get((call.key, name))
+            axis = _row_axis(array, length)
+            if port is None or axis is None:
+                continue
+            slots = array.shape[2] if kind == "switch" and array.ndim >= 4 else 0
+            shapes[port] = PortShape(axis, slots)
+            n_bytes += array.nbytes // length
+    index["logits"] = len(sites)
+    sites.append(Site("logits", "logits", None, ("in",), ("out",), None))
+    for name in ("in", "out"):
+        ports["logits", name] = n_ports
+        shapes[n_ports] = PortShape(1)
+        n_ports += 1
+    blocks = tuple(key for key, i in index.items() if sites[i].kind == "block")
+    norms = [key for key, i in index.items() if sites[i].kind == "norm" and sites[i].layer is None]
+    return SiteMap(
+        tuple(sites),
+        index,
+        ports,
+        shapes,
+        n_bytes + 2 * logits.nbytes // length,
+        head,
+        {key: sites[i].layer or 0 for key, i in index.items() if sites[i].kind == "cache_write"},
+        blocks,
+        norms[-1] if norms else None,
+    )
+
+
+def _keep_ports(call: Found, length: int) -> bool:
+    """Drop arrays without a row axis; a call that keeps no output is not a site."""
+    if call.kind in ("cache_read", "cache_write", "state"):
+        return True
+    call.inputs = [(n, a) for n, a in call.inputs if _row_axis(a, length) is not None]
+    call.outputs = [(n, a) for n, a in call.outputs if _row_axis(a, length) is not None]
+    return bool(call.inputs and call.outputs)
+
+
+def _names(calls: list[Found], head: str | None) -> dict[str, str]:
+    """Site names by key: a rope is called what it rotates, later calls of one module get a number."""
+    queries = {id(a) for c in calls if c.kind == "attention" for _, a in c.inputs}
+    keys = {id(a) for c in calls if c.kind == "cache_write" for n, a in c.inputs if n == "k"}
+    names: dict[str, str] = {}
+    for call in calls:
+        base, _, number = call.key.partition("#")
+        name = f"{base}.{number}" if number else base
+        if call.kind == "rope":
+            out = id(call.outputs[0][1])
+            name = f"{base}.q" if out in queries else f"{base}.k" if out in keys else name
+        if name in names.values():
+            name = f"{base}.{number or 1}x"
+        names[call.key] = name
+    return names

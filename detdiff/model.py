@@ -1,0 +1,231 @@
+"""Load an mlx-lm model: built-in, a directory or a hub id. mlx is not imported before `load` is called."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import pkgutil
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from detdiff.errors import (
+    ChatTemplateUnusable,
+    ModelConfigInvalid,
+    ModelError,
+    ModelTypeUnknown,
+    ModelUnreachable,
+    ModelWeightsMismatch,
+    PromptWithoutTokens,
+    TokenizerInvalid,
+)
+from detdiff.model_directory import check_directory, config_value, identity
+
+__all__ = [
+    "LoadedModel",
+    "context_limit",
+    "encode",
+    "identity",
+    "load",
+    "load_tokenizer",
+    "load_weights",
+    "locate",
+]
+
+BUILTIN = "builtin"
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model that is ready to run.
+
+    model: the mlx-lm ``nn.Module``, weights evaluated. tokenizer: mlx-lm's ``TokenizerWrapper``. path: the
+    directory that both came from. identity: see `detdiff.model_directory.identity`. config: config.json, plus
+    what mlx-lm adds.
+    """
+
+    model: Any
+    tokenizer: Any
+    path: Path
+    identity: Mapping[str, Any]
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+
+def load(spec: str) -> LoadedModel:
+    """Load the model that `spec` names: ``builtin``, a directory, or a hub id.
+
+    Raises:
+        ModelError: a subclass per broken rule of a model directory.
+        ModelUnreachable: a hub id is neither in the local cache nor within reach.
+    """
+    path = locate(spec)
+    known = identity(path)
+    model, config = load_weights(path)
+    return LoadedModel(model, load_tokenizer(path, config), path, known, config)
+
+
+def locate(spec: str) -> Path:
+    """The directory that `spec` names; a hub id is fetched unless the local cache has it.
+
+    A spec is a path when something of that name exists or when it is written like one (``./x``, ``~/x``,
+    ``a/b/c``).
+    """
+    if spec == BUILTIN:
+        from detdiff.models import builtin_path
+
+        return Path(builtin_path())
+    path = Path(spec).expanduser()
+    if path.exists() or not HUB_ID.fullmatch(spec):
+        return path
+    return _fetch(spec)
+
+
+def load_weights(path: Path, *, lazy: bool = False) -> tuple[Any, dict[str, Any]]:
+    """The mlx-lm module and configuration of the model directory `path`; with `lazy` no weight is read yet.
+
+    Raises:
+        ModelTypeUnknown: mlx-lm has no such model type.
+        ModelConfigInvalid: the configuration lacks what the model type needs.
+        ModelWeightsMismatch: arrays are missing, superfluous or of another shape.
+        ModelError: the directory breaks another rule, or mlx-lm refuses the model for a reason of its own.
+    """
+    _check_type(check_directory(path)["model_type"])
+    from mlx_lm.utils import load_model
+
+    try:
+        model, config = load_model(path, lazy=lazy)
+    except (ValueError, KeyError) as error:
+        # ValueError is how mlx complains of names and shapes, KeyError how a sanitizer misses an array.
+        if isinstance(error, KeyError) or re.search(r"parameters|[Ee]xpected shape", str(error)):
+            raise ModelWeightsMismatch(
+                f"The weight files in {str(path)!r} are not those that its config.json describes: "
+                f"{_words(error)}. Some weight files are missing, or the two come from different models; "
+                f"fetch the directory again."
+            ) from error
+        raise _refused(path, error) from error
+    except (TypeError, ZeroDivisionError) as error:
+        raise ModelConfigInvalid(
+            f"mlx-lm cannot build a model from {str(path / 'config.json')!r}: {_words(error)}. A value is "
+            f"missing or of the wrong kind; copy the whole config.json of the model that the weights come "
+            f"from."
+        ) from error
+    except Exception as error:  # a model's own file may do anything with weights it was not written for
+        raise _refused(path, error) from error
+    return model, config
+
+
+def load_tokenizer(path: Path, config: Mapping[str, Any]) -> Any:
+    """mlx-lm's ``TokenizerWrapper`` of the model directory `path`, with the stop tokens that `config` names.
+
+    Raises:
+        TokenizerInvalid: the tokenizer files do not load.
+    """
+    from mlx_lm.utils import load_tokenizer as load_wrapper
+
+    try:
+        # mlx-lm refuses some configurations of its own accord, so its message is the reason to show.
+        return load_wrapper(path, eos_token_ids=config.get("eos_token_id"))
+    except Exception as error:  # the tokenizer libraries raise bare Exception for a damaged file
+        raise TokenizerInvalid(
+            f"The tokenizer in {str(path)!r} does not load: {_words(error)}. Fetch tokenizer.json, "
+            f"tokenizer_config.json and what else belongs to the tokenizer again."
+        ) from error
+
+
+def encode(loaded: LoadedModel, text: str, chat: bool) -> list[int]:
+    """Token ids of `text`; with `chat`, as one user message through the chat template, ready for the answer.
+
+    Raises:
+        ChatTemplateUnusable: `chat` and the tokenizer has no template, or the template refuses the message.
+        PromptWithoutTokens: not one token came out.
+        TokenizerInvalid: an id is outside the model's vocabulary.
+    """
+    name = loaded.path.name
+    if chat:
+        if not loaded.tokenizer.has_chat_template:
+            raise ChatTemplateUnusable(
+                f"The tokenizer of {name!r} has no chat template, so a chat prompt cannot be laid out. Set "
+                f"`chat = false` to give the text as it is, or add a chat_template.jinja to the model "
+                f"directory."
+            )
+        message = [{"role": "user", "content": text}]
+        try:
+            tokens = loaded.tokenizer.apply_chat_template(message, add_generation_prompt=True)
+        except Exception as error:  # a template is a program; it may fail in any way
+            raise ChatTemplateUnusable(
+                f"The chat template of {name!r} refuses a single user message: {_words(error)}. Set `chat = "
+                f"false` and write the turns out in the prompt."
+            ) from error
+    else:
+        tokens = loaded.tokenizer.encode(text)
+    tokens = [int(token) for token in tokens]
+    if not tokens:
+        raise PromptWithoutTokens(
+            f"The prompt {text[:40]!r} becomes no token at all with the tokenizer of {name!r}, and a request "
+            f"needs at least one. Give a prompt with text in it."
+        )
+    size = config_value(dict(loaded.config), "vocab_size")
+    if size is not None and max(tokens) >= size:
+        raise TokenizerInvalid(
+            f"The tokenizer of {name!r} gives the token id {max(tokens)} and the model has {size} of them (0 "
+            f"to {size - 1}). The tokenizer belongs to another model; copy the one that belongs to the "
+            f"weights."
+        )
+    return tokens
+
+
+def context_limit(loaded: LoadedModel) -> int | None:
+    """The number of positions that the model was made for, or None where its configuration does not say."""
+    return config_value(dict(loaded.config), *CONTEXT_KEYS)
+
+
+def _fetch(hub_id: str) -> Path:
+    # mlx-lm's own two steps, so that a model which mlx-lm has fetched is found and its file patterns hold.
+    from mlx_lm.utils import _download, hf_repo_to_path
+
+    try:
+        try:
+            return Path(hf_repo_to_path(hub_id))
+        except (OSError, ValueError):  # not in the local cache
+            return Path(_download(hub_id))
+    except Exception as error:  # network, permission or spelling: the hub library has a class for each
+        raise ModelUnreachable(
+            f"There is no directory {hub_id!r} here, and as a hub id it is not in the local cache and could "
+            f"not be fetched: {_words(error)}. Check the spelling and the network, or give the path of a "
+            f"model directory."
+        ) from error
+
+
+def _check_type(model_type: str) -> None:
+    from mlx_lm import models
+    from mlx_lm.utils import MODEL_REMAPPING
+
+    module = MODEL_REMAPPING.get(model_type, model_type)
+    if re.fullmatch(r"[\w-]+", module) and importlib.util.find_spec(f"mlx_lm.models.{module}"):
+        return
+    folder = Path(models.__path__[0])
+    known = {info.name for info in pkgutil.iter_modules(models.__path__)}
+    known = {name for name in known if "class ModelArgs" in (folder / f"{name}.py").read_text("utf-8")}
+    near = difflib.get_close_matches(model_type, sorted(known | set(MODEL_REMAPPING)), n=1, cutoff=0.0)
+    raise ModelTypeUnknown(
+        f"config.json names the model type {model_type!r}, and the installed mlx-lm has {len(known)} types, "
+        f"none of that name; the nearest is {near[0]!r}. Correct the name, or install an mlx-lm that has "
+        f"this type."
+    )
+
+
+def _refused(path: Path, error: Exception) -> ModelError:
+    return ModelError(
+        f"mlx-lm does not load the model directory {str(path)!r}: {_words(error)}. Expected is a directory "
+        f"that `mlx_lm.generate --model DIR` runs; convert the model with `mlx_lm.convert`."
+    )
+
+
+def _words(error: Exception, limit: int = 300) -> str:
+    text = " ".join(str(error).split()).rstrip(".") or "no reason given"
+    return f"{type(error).__name__}, {text[:limit]}" + ("..." if len(text) > limit else "")

@@ -1,0 +1,258 @@
+"""What a model directory must hold, checked before anything loads it, and its identity. Needs no mlx.
+
+mlx-lm reads ``config.json``, every ``model*.safetensors`` and the tokenizer files; the checks follow that
+list.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from detdiff.errors import (
+    ModelConfigInvalid,
+    ModelConfigMissing,
+    ModelNotADirectory,
+    ModelNotFound,
+    ModelShardMissing,
+    ModelWeightsCorrupt,
+    ModelWeightsMissing,
+    TokenizerMissing,
+)
+
+WEIGHTS_INDEX = "model.safetensors.index.json"
+TOKENIZER_FILES = (
+    "chat_template.jinja",
+    "chat_template.json",
+    "added_tokens.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+    "vocab.txt",
+)
+# One of these holds a vocabulary; the other tokenizer files only add to one.
+VOCABULARIES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "*.tiktoken",
+    "tiktoken.model",
+)
+
+
+def check_directory(path: Path) -> dict[str, Any]:
+    """Check that `path` holds a whole model and return its configuration.
+
+    Checked: the configuration is a JSON object with a model type; every weight file's header fits its file;
+    every file that an index names is there; there is a tokenizer. Array names and shapes are the loader's to
+    check.
+
+    Raises:
+        ModelNotFound, ModelNotADirectory, ModelConfigMissing, ModelConfigInvalid, ModelWeightsMissing,
+        ModelShardMissing, ModelWeightsCorrupt, TokenizerMissing: the rule that `path` breaks.
+    """
+    if not path.exists():
+        raise ModelNotFound(
+            f"There is no model directory {str(path)!r}. A model is `builtin`, a directory in the form that "
+            f"mlx-lm reads (config.json, model*.safetensors, tokenizer files), or a hub id such as "
+            f"`org/name`.{_similar(path)}"
+        )
+    if not path.is_dir():
+        advice = (
+            "Turn a GGUF file into such a directory with `detdiff import-gguf FILE DIR`."
+            if path.suffix.lower() == ".gguf"
+            else "Give the directory that holds it."
+        )
+        raise ModelNotADirectory(
+            f"{str(path)!r} is a file, and a model is a directory with config.json, model*.safetensors and "
+            f"tokenizer files. {advice}"
+        )
+    config = read_config(path)
+    check_weight_files(path)
+    if not _matching(path, VOCABULARIES):
+        raise TokenizerMissing(
+            f"The model directory {str(path)!r} has no tokenizer: none of {', '.join(VOCABULARIES)} is in "
+            f"it. Copy the tokenizer files of the model that the weights come from into it."
+        )
+    return config
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The parsed config.json of the model directory `path`.
+
+    Raises:
+        ModelConfigMissing: there is none.
+        ModelConfigInvalid: it is not a JSON object or names no model type.
+    """
+    file = path / "config.json"
+    if not file.is_file():
+        raise ModelConfigMissing(
+            f"The model directory {str(path)!r} has no config.json. Copy the one that belongs to the weights "
+            f"into it, or give a directory in the form that mlx-lm reads."
+        )
+    config = _read_object(file)
+    if not isinstance(config.get("model_type"), str):
+        raise ModelConfigInvalid(
+            f"{str(file)!r} has no `model_type`, so nothing says which architecture the weights are for. "
+            f"Copy the whole config.json of the model that they come from."
+        )
+    return config
+
+
+def weight_files(path: Path) -> list[Path]:
+    """The weight files of the directory that mlx-lm reads, sorted by name."""
+    return sorted(path.glob("model*.safetensors"))
+
+
+def check_weight_files(path: Path) -> None:
+    """Check that the weight files of `path` are there and whole; only headers and lengths are read."""
+    files = weight_files(path)
+    index = path / WEIGHTS_INDEX
+    if index.is_file():
+        shards = _read_object(index).get("weight_map")
+        if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
+            raise ModelWeightsCorrupt(
+                f"{str(index)!r} has no `weight_map` from array names to file names. Copy the index again, "
+                f"or delete it: the weights load without one."
+            )
+        missing = sorted({name for name in shards.values() if not (path / name).is_file()})
+        if missing:
+            raise ModelShardMissing(
+                f"{str(index)!r} names {len(set(shards.values()))} weight files and {len(missing)} of them "
+                f"{'is' if len(missing) == 1 else 'are'} not there: {_some(missing)}. Fetch the missing "
+                f"files again."
+            )
+    if not files:
+        others = sorted(
+            p.name for p in _matching(path, ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.npz"))
+        )
+        found = f"It holds {_some(others)}, which mlx-lm does not read. " if others else ""
+        raise ModelWeightsMissing(
+            f"The model directory {str(path)!r} has no model*.safetensors file, so it has no weights. "
+            f"{found}Fetch the weights again, convert them with `mlx_lm.convert`, or import a GGUF file with "
+            f"`detdiff import-gguf`."
+        )
+    for file in files:
+        _array_dtypes(file)
+
+
+def identity(path: Path) -> dict[str, Any]:
+    """What tells this model from another, for the header of a trace; the same on every machine.
+
+    Returns:
+        ``name`` (last part of the path, no more of it), ``model_type``, ``config_sha256`` (of config.json's
+        content, whatever its spacing), ``weights_sha256`` (names and bytes of the weight files, in name
+        order), ``tokenizer_sha256`` (names and bytes of the tokenizer files, in name order), ``dtypes``
+        (number of arrays per safetensors dtype), ``quantization`` (in words, None where dense), ``layers``
+        and ``vocab_size`` (None where the configuration does not say).
+
+    Raises:
+        ModelError: the directory breaks a rule of `check_directory`.
+    """
+    config = check_directory(path)
+    files = weight_files(path)
+    canonical = json.dumps(config, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return {
+        "name": path.resolve().name,
+        "model_type": config["model_type"],
+        "config_sha256": hashlib.sha256(canonical.encode()).hexdigest(),
+        "weights_sha256": _hash_files(files),
+        "tokenizer_sha256": _hash_files(sorted(_matching(path, (*TOKENIZER_FILES, "*.tiktoken")))),
+        "dtypes": dict(sorted(sum((_array_dtypes(file) for file in files), Counter()).items())),
+        "quantization": _quantization(config),
+        "layers": config_value(config, "num_hidden_layers", "n_layers", "n_layer"),
+        "vocab_size": config_value(config, "vocab_size"),
+    }
+
+
+def config_value(config: dict[str, Any], *names: str) -> int | None:
+    """The first of `names` that the configuration, or its text part, sets to a whole number."""
+    for part in (config, config.get("text_config")):
+        if isinstance(part, dict):
+            for name in names:
+                if isinstance(part.get(name), int):
+                    return int(part[name])
+    return None
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise ModelConfigInvalid(
+            f"{str(file)!r} cannot be read as JSON ({error}). Fetch the file again, or correct it there."
+        ) from error
+    if not isinstance(content, dict):
+        raise ModelConfigInvalid(
+            f"{str(file)!r} holds a JSON {type(content).__name__}, and an object was expected. Fetch the "
+            f"file again."
+        )
+    return content
+
+
+def _array_dtypes(file: Path) -> Counter[str]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="numpy") as arrays:
+            return Counter(arrays.get_slice(name).get_dtype() for name in arrays.keys())  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise ModelWeightsCorrupt(
+            f"The weight file {str(file)!r} ({file.stat().st_size} bytes) is cut short or damaged: its "
+            f"header does not describe it ({' '.join(str(error).split())}). Fetch the file again."
+        ) from error
+
+
+def _hash_files(files: list[Path]) -> str:
+    total = hashlib.sha256()
+    for file in files:
+        with file.open("rb") as stream:
+            content = hashlib.file_digest(stream, "sha256").digest()
+        # Name and content each end up with one reading: a fixed-length digest after a terminated name.
+        total.update(file.name.encode() + b"\0" + content)
+    return total.hexdigest()
+
+
+def _quantization(config: dict[str, Any]) -> str | None:
+    quantization = config.get("quantization") or config.get("quantization_config")
+    if not isinstance(quantization, dict):
+        return None
+    if "bits" not in quantization:
+        return str(quantization.get("quant_method", "unknown"))
+
+    def words(entry: Any) -> str:
+        if not isinstance(entry, dict):
+            return "unquantised"
+        return f"{entry.get('mode', 'affine')} {entry.get('bits')}-bit group {entry.get('group_size')}"
+
+    default = words(quantization)
+    others = Counter(
+        words(entry) for entry in quantization.values() if isinstance(entry, dict) or entry is False
+    )
+    others.pop(default, None)
+    return default + "".join(f"; {count} module(s) {name}" for name, count in sorted(others.items()))
+
+
+def _matching(path: Path, patterns: Iterable[str]) -> set[Path]:
+    return {file for pattern in patterns for file in path.glob(pattern) if file.is_file()}
+
+
+def _similar(path: Path) -> str:
+    parent = path.parent
+    if not parent.is_dir():
+        return f" Its parent directory {str(parent)!r} does not exist either."
+    near = difflib.get_close_matches(path.name, [p.name for p in parent.iterdir() if p.is_dir()], n=1)
+    return f" Did you mean {str(parent / near[0])!r}?" if near else ""
+
+
+def _some(names: list[str], limit: int = 3) -> str:
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")

@@ -1,0 +1,306 @@
+"""A Divergence as plain text: a sentence first, then each parted request, then what was compared."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from tabulate import tabulate
+
+from detdiff.compare.divergence import (
+    Choice,
+    Divergence,
+    Finding,
+    Flip,
+    Origin,
+    RequestDivergence,
+    Run,
+)
+
+from .words import birth, composition, count, escaped, layer, number, runs_of, shown, size, spans
+
+
+def divergence_text(divergence: Divergence, *, width: int = 100) -> str:
+    """The whole answer; lines of prose are at most ``width`` characters, tables as wide as they need."""
+    page = _Page(width)
+    page.prose(headline(divergence))
+    for run, name in ((divergence.a, "a"), (divergence.b, "b")):
+        page.item(f"{name}: ", _run(run))
+    for title, findings in (("workload", divergence.workload), ("bookkeeping", divergence.bookkeeping)):
+        if findings:
+            page.blank()
+            page.prose(f"{title}:")
+            for finding in findings:
+                page.item("  - ", _finding(finding))
+    for request in divergence.requests:
+        if request.rung is not None:
+            _request(page, request)
+    alike = [request for request in divergence.requests if request.rung is None]
+    page.blank()
+    if alike:
+        names = ", ".join(escaped(request.id) for request in alike)
+        rows = sum(request.rows for request in alike)
+        page.item("equal in all that was compared: ", f"{names} ({count(rows, 'row')})")
+    for left_out in divergence.not_compared:
+        page.item(f"not compared: {escaped(left_out.id)}: ", left_out.reason)
+    page.item("compared: ", _compared(divergence))
+    for note in divergence.notes:
+        page.item("note: ", escaped(note))
+    return page.text()
+
+
+def headline(divergence: Divergence) -> str:
+    """The answer in one sentence."""
+    compared = divergence.compared
+    what = f"{count(compared.requests, 'request')}, {count(compared.rows, 'row')} and {count(compared.digests, 'digest')}"
+    if divergence.identical:
+        return f"The runs are identical: {what} compared, none differs."
+    if divergence.inconclusive:
+        return f"Inconclusive: {what} compared and none differs, but not everything could be compared."
+    flipped = [request for request in divergence.requests if request.flip is not None]
+    if flipped:
+        start = f"The runs part: {len(flipped)} of {count(compared.requests, 'request')} flip"
+    else:
+        start = "The runs part and no token flips"
+    first = next((r for r in divergence.requests if r.id == divergence.first), None)
+    if first is not None and first.origin is not None:
+        origin = first.origin
+        return (
+            f"{start}; the first difference is born at {origin.site} ({origin.kind}), position {origin.position} of "
+            f"{escaped(first.id)}: {_paths(origin)}."
+        )
+    return f"{start}; the earliest rung that parts is {divergence.rung}, and no origin could be named."
+
+
+def _paths(origin: Origin) -> str:
+    a, b = origin.path_a or "unknown path", origin.path_b or "unknown path"
+    rows_a, rows_b = (
+        count(n, "row") if n is not None else "unknown rows" for n in (origin.rows_a, origin.rows_b)
+    )
+    if a == b:
+        return f"{a} in both, on {rows_a} in a and {rows_b} in b"
+    return f"{a} on {rows_a} in a, {b} on {rows_b} in b"
+
+
+class _Page:
+    """Lines of a text, wrapped where they are prose."""
+
+    def __init__(self, width: int) -> None:
+        self._width = max(40, width)
+        self._lines: list[str] = []
+
+    def prose(self, text: str) -> None:
+        self._lines += textwrap.wrap(text, self._width, break_long_words=False, break_on_hyphens=False)
+
+    def item(self, lead: str, text: str) -> None:
+        """``lead`` and then ``text``, wrapped under it."""
+        indent = " " * min(len(lead), 6)
+        self._lines += textwrap.wrap(
+            lead + text,
+            self._width,
+            subsequent_indent=indent,
+            break_long_words=False,
+            break_on_hyphens=False,
+            drop_whitespace=True,
+        )
+
+    def table(self, rows: Sequence[Sequence[Any]], headers: Sequence[str], indent: str) -> None:
+        # Every cell is text already: tabulate must not read "1e3" or "007" as a number.
+        table = tabulate(
+            rows, headers=headers, tablefmt="simple", disable_numparse=True, colalign=_align(headers)
+        )
+        self._lines += [indent + line.rstrip() for line in table.splitlines()]
+
+    def blank(self) -> None:
+        if self._lines and self._lines[-1]:
+            self._lines.append("")
+
+    def text(self) -> str:
+        return "\n".join(self._lines) + "\n"
+
+
+def _align(headers: Sequence[str]) -> tuple[str, ...]:
+    left = {"text", "kind", "path in a", "path in b"}
+    return tuple(
+        "left" if header.removeprefix("a ").removeprefix("b ") in left else "right" for header in headers
+    )
+
+
+def _run(run: Run) -> str:
+    scenario = run.scenario
+    parts = [escaped(run.trace)]
+    parts += [
+        f"{key} {escaped(str(scenario[key]))}" for key in ("schedule", "layout", "kernels") if key in scenario
+    ]
+    if "name" in run.model:
+        parts.append(f"model {escaped(str(run.model['name']))}")
+    parts.append(count(run.forwards, "forward"))
+    if not run.complete:
+        parts.append("INCOMPLETE")
+    return ", ".join(parts)
+
+
+def _finding(finding: Finding) -> str:
+    where = "in both runs" if finding.run == "both" else f"in run {finding.run}"
+    if finding.forward is not None:
+        where += f", forward {finding.forward}"
+    request = "" if finding.request is None else f"request {escaped(finding.request)}: "
+    return f"{request}{escaped(finding.detail)} ({where})"
+
+
+def _request(page: _Page, request: RequestDivergence) -> None:
+    page.blank()
+    if request.flip is None:
+        end = (
+            "no flip: all generated tokens are equal"
+            if request.generated_a or request.generated_b
+            else "no tokens"
+        )
+        page.prose(f"request {escaped(request.id)}: parts in {request.rung}; {end}")
+    else:
+        page.prose(f"request {escaped(request.id)}: parts in {request.rung} and flips")
+        _flip(page, request, request.flip)
+    if request.origin is not None:
+        _origin(page, request.origin)
+    elif request.differing:
+        page.item("  birth: ", "no origin could be named")
+    if request.cache_entry is not None:
+        entry = request.cache_entry
+        page.item(
+            "  first cache entry: ",
+            f"{layer(entry.layer)}, {entry.kind}, head {entry.head}, position {entry.position}; written in a by "
+            f"{composition(entry.composition_a)}, in b by {composition(entry.composition_b)}",
+        )
+        if entry.magnitude is not None:
+            page.item("    ", size(entry.magnitude))
+    if request.carriers is not None:
+        carriers = request.carriers
+        alive = "alive at the flip" if request.flip is not None else "alive at the end"
+        page.item(
+            "  carriers: ",
+            f"{carriers.count:,} of {count(carriers.entries, 'cache entry', 'cache entries')} {alive} (position "
+            f"{carriers.alive_at}) differ, over positions {spans(carriers.positions)} and layers "
+            f"{spans(runs_of(carriers.layers))}",
+        )
+    if request.origins:
+        page.item("  origins: ", count(sum(found.count for found in request.origins), "in all", "in all"))
+        page.table(
+            [
+                [
+                    found.kind,
+                    "-" if found.layer is None else str(found.layer),
+                    found.path_a,
+                    found.path_b,
+                    f"{found.count:,}",
+                ]
+                for found in request.origins[:8]
+            ],
+            ["kind", "layer", "path in a", "path in b", "origins"],
+            "    ",
+        )
+        if len(request.origins) > 8:
+            page.item("    ", f"and {len(request.origins) - 8} more kinds, layers and path pairs")
+    if request.margins:
+        margins = ", ".join(
+            f"{number(m.margin_a)} / {number(m.margin_b)} at token {m.index}" for m in request.margins
+        )
+        page.item("  smallest margins of equal tokens (a / b): ", margins)
+
+
+def _flip(page: _Page, request: RequestDivergence, flip: Flip) -> None:
+    if flip.kind == "length":
+        stopped = "a" if flip.a.token is None else "b"
+        what = f"run {stopped} stopped after {count(flip.index, 'token')}, the other went on"
+    else:
+        what = (
+            f"generated token {flip.index} is {flip.a.token} {shown(flip.a.text)} in a and {flip.b.token} "
+            f"{shown(flip.b.text)} in b"
+        )
+    swapped = {True: "; top two swapped", False: "; top two not simply swapped", None: ""}[request.swapped]
+    page.item("  flip: ", f"{what} (row at position {flip.position}){swapped}")
+    page.item("    ", f"margin {number(flip.a.margin)} in a, {number(flip.b.margin)} in b")
+    rows = list(_top_rows(flip.a, flip.b))
+    if rows:
+        page.table(rows, ["rank", "a token", "a text", "a logit", "b token", "b text", "b logit"], "    ")
+    if flip.magnitude is not None:
+        page.item("    logits: ", size(flip.magnitude))
+    forward = request.flip_forward
+    if forward is None:
+        return
+    paths = {
+        True: "kernel paths equal on both sides",
+        False: "kernel paths differ",
+        None: "kernel paths not recorded on both sides",
+    }[forward.paths_equal]
+    page.item(
+        "  the flip's forward: ",
+        f"a: {composition(forward.composition_a)}; b: {composition(forward.composition_b)}; {paths} "
+        f"(a: {_uses(forward.paths_a)}; b: {_uses(forward.paths_b)}); {count(forward.origins, 'origin')} there"
+        + (": inherited" if request.inherited else "" if forward.differing else ", and no difference either"),
+    )
+
+
+def _uses(paths: Sequence[Any]) -> str:
+    return ", ".join(f"{use.path} at {count(use.sites, 'site')}" for use in paths) or "unknown"
+
+
+def _top_rows(a: Choice, b: Choice) -> Iterator[list[str]]:
+    for rank in range(max(len(a.top), len(b.top))):
+        row = [str(rank + 1)]
+        for choice in (a, b):
+            if rank < len(choice.top):
+                candidate = choice.top[rank]
+                row += [str(candidate.token), shown(candidate.text), number(candidate.logit)]
+            else:
+                row += ["-", "-", "-"]
+        yield row
+
+
+def _origin(page: _Page, origin: Origin) -> None:
+    page.item(
+        "  birth: ",
+        f"{origin.site} ({origin.kind}, {layer(origin.layer)}), position {origin.position}: {birth(origin)}",
+    )
+    for run, found, path, rule, rows, second_last in (
+        ("a", origin.composition_a, origin.path_a, origin.rule_a, origin.rows_a, origin.second_last_a),
+        ("b", origin.composition_b, origin.path_b, origin.rule_b, origin.rows_b, origin.second_last_b),
+    ):
+        seen = (
+            ""
+            if rows is None
+            else f", which saw {count(rows, 'row')} (second-to-last dimension {second_last})"
+        )
+        because = f"; rule: {escaped(rule)}" if rule else ""
+        page.item(f"    {run}: ", f"{composition(found)}; path {path or 'unknown'}{seen}{because}")
+    for change in origin.changes[:4]:
+        page.item(
+            "    changed entry: ",
+            f"in {change.run}, forward {change.forward}: {layer(change.layer)}, {change.kind}, head {change.head}, "
+            f"position {change.position}",
+        )
+    if origin.magnitude is not None:
+        page.item("    ", size(origin.magnitude))
+
+
+def _compared(divergence: Divergence) -> str:
+    c = divergence.compared
+    parts = [
+        f"{count(c.requests, 'request')}, {count(c.rows, 'row')}, {count(c.ports, 'port')}, {count(c.digests, 'digest')}; "
+        f"{c.differing:,} differ"
+    ]
+    for n, what in (
+        (c.only_a, "rows in a only"),
+        (c.only_b, "rows in b only"),
+        (c.superseded_a, "rows of a written again later"),
+        (c.superseded_b, "rows of b written again later"),
+        (c.after_flip_a, "rows of a after the flip"),
+        (c.after_flip_b, "rows of b after the flip"),
+        (c.token_differs, "rows fed different tokens"),
+        (c.one_sided, "digests in one run only"),
+        (c.ports_only_a, "ports in a only"),
+        (c.ports_only_b, "ports in b only"),
+    ):
+        if n:
+            parts.append(f"{n:,} {what}")
+    return "; ".join(parts)

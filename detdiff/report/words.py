@@ -1,0 +1,104 @@
+"""How single facts read in every report: token texts, counts, layers, positions, forwards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from detdiff.compare.divergence import Composition, Magnitude, Origin
+
+
+def shown(text: str) -> str:
+    """A token's text in double quotes; what a terminal would obey or hide is escaped."""
+    return f'"{escaped(text)}"'
+
+
+def escaped(text: str) -> str:
+    """``text`` with backslashes, double quotes and everything unprintable as escapes."""
+    return "".join(_escape(c) for c in text)
+
+
+def _escape(c: str) -> str:
+    if c in '\\"':
+        return f"\\{c}"
+    if c.isprintable():
+        return c
+    return c.encode("unicode_escape", "surrogatepass").decode("ascii")
+
+
+def count(n: int, noun: str, plural: str | None = None) -> str:
+    """``1 row``, ``2,500 rows``."""
+    return f"{n:,} {noun if n == 1 else plural or noun + 's'}"
+
+
+def number(x: float | None, digits: int = 6) -> str:
+    """A logit or margin; ``-`` where there is none."""
+    return "-" if x is None else f"{x:.{digits}f}"
+
+
+def spans(values: Sequence[tuple[int, int]], limit: int = 4) -> str:
+    """Inclusive ranges, such as ``40-158, 160``; only the first ``limit`` and the last of many."""
+    words = [str(a) if a == b else f"{a}-{b}" for a, b in values]
+    if len(words) > limit:
+        words = [*words[: limit - 1], "...", words[-1]]
+    return ", ".join(words) or "none"
+
+
+def runs_of(values: Sequence[int]) -> list[tuple[int, int]]:
+    """Ascending whole numbers as inclusive ranges."""
+    found: list[tuple[int, int]] = []
+    for value in values:
+        if found and value == found[-1][1] + 1:
+            found[-1] = (found[-1][0], value)
+        else:
+            found.append((value, value))
+    return found
+
+
+def composition(found: Composition | None) -> str:
+    """``forward 7 (124 rows: 120 prefill of follower + 4 decode of anchor)``."""
+    if found is None:
+        return "no forward"
+    members = " + ".join(f"{m.rows:,} {m.phase} of {escaped(m.request)}" for m in found.members[:6])
+    if len(found.members) > 6:
+        members += f" + {len(found.members) - 6} more"
+    return f"forward {found.forward} ({count(found.rows, 'row')}: {members})"
+
+
+def layer(n: int | None) -> str:
+    """``layer 3``, or ``outside the layers``."""
+    return "outside the layers" if n is None else f"layer {n}"
+
+
+def birth(origin: Origin) -> str:
+    """What happened at an origin, in a clause."""
+    if origin.how == "leaf":
+        return "its inputs are bit-equal and its outputs are not"
+    if origin.how == "composite":
+        if len(origin.between) > 1:
+            return f"born between {origin.between[0]} (equal) and {origin.between[1]} (not)"
+        return "its inputs and all sites inside are bit-equal and its outputs are not"
+    if origin.how == "changed":
+        return "a cache entry was read otherwise than it was written"
+    return "every cache entry up to here was written alike, and yet this row read others: a mask, offset or length"
+
+
+def size(found: Magnitude) -> str:
+    """A magnitude in a clause."""
+    if found.dtype_a != found.dtype_b:
+        return f"dtype {found.dtype_a} in a, {found.dtype_b} in b"
+    if found.shape_a != found.shape_b:
+        return f"shape {list(found.shape_a)} in a, {list(found.shape_b)} in b"
+    parts = [f"{found.differing:,} of {count(found.elements, 'element')} ({found.dtype_a}) differ"]
+    if found.max_ulp is not None and found.mean_ulp is not None:
+        parts.append(f"at most {found.max_ulp:,} ULP, {found.mean_ulp:.3g} on average")
+    if found.max_abs is not None and found.max_rel is not None:
+        parts.append(f"at most {found.max_abs:.3g} absolute, {found.max_rel:.3g} relative")
+    if found.cosine is not None:
+        parts.append(f"cosine {found.cosine:.9f}")
+    if found.kl is not None:
+        parts.append(f"KL {found.kl:.3g} nats")
+    if found.non_finite:
+        parts.append(
+            f"not finite: {found.nan_a:,} NaN and {found.inf_a:,} Inf in a, {found.nan_b:,} NaN and {found.inf_b:,} Inf in b"
+        )
+    return "; ".join(parts)

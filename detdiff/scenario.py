@@ -1,0 +1,281 @@
+"""A scenario says everything about a run: model, requests, schedule, kernel plan, capture.
+
+Files and flags share one set of flat keys (``detdiff.scenario_flags``); ``to_dict`` and ``from_dict`` are the
+one form behind both.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from detdiff.errors import (
+    RequestIdRepeated,
+    RequestsMissing,
+    ScenarioConflict,
+    ScenarioError,
+    ScenarioFileError,
+    ScenarioKeyMissing,
+    ScenarioRangeError,
+    ScenarioTypeError,
+)
+from detdiff.scenario_flags import (
+    CHANGE_KEYS,
+    FILE_KEYS,
+    REQUEST_KEYS,
+    RULE_KEYS,
+    SETTING_KEYS,
+    known,
+    nearest,
+    parse_flags,
+    toml_text,
+    typed,
+)
+from detdiff.scenario_parts import (
+    Capture,
+    KernelPlan,
+    PathRule,
+    Request,
+    Sampling,
+    Schedule,
+    check_name,
+)
+
+__all__ = ["Capture", "KernelPlan", "PathRule", "Request", "Sampling", "Scenario", "Schedule"]
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A run, whole. Raises RequestsMissing, RequestIdRepeated, ScenarioConflict and ScenarioRangeError."""
+
+    model: str
+    requests: tuple[Request, ...]
+    schedule: Schedule = field(default_factory=Schedule)
+    kernels: KernelPlan = field(default_factory=KernelPlan)
+    capture: Capture = field(default_factory=Capture)
+
+    def __post_init__(self) -> None:
+        check_name("model", self.model)
+        if not self.requests:
+            raise RequestsMissing("there is no request; give one prompt at least.")
+        places: dict[str, int] = {}
+        for place, request in enumerate(self.requests, 1):
+            if request.id in places:
+                raise RequestIdRepeated(
+                    f"requests {places[request.id]} and {place} both have the id {request.id!r}; "
+                    "give each its own (without one, the first is r0)."
+                )
+            places[request.id] = place
+            if request.arrival and self.schedule.kind == "static":
+                raise ScenarioConflict(
+                    f"request {request.id!r} arrives at forward {request.arrival} and schedule is static, "
+                    "which starts all at once; remove the arrival, or use schedule continuous."
+                )
+        active = self.schedule.active
+        if self.schedule.kind == "static" and active is not None and active < len(places):
+            raise ScenarioConflict(
+                f"active is {active} and schedule is static, which starts all {len(places)} "
+                "requests at once; remove active, or use schedule continuous."
+            )
+        for name in self.capture.requests:
+            if name not in places:
+                raise ScenarioRangeError(
+                    f"window_requests has {name!r}, which is no request; {nearest(name, places)}"
+                )
+
+    @classmethod
+    def from_toml(cls, path: str | Path) -> Scenario:
+        """Read a scenario file. A relative model directory is looked for in the file's own folder.
+
+        Raises ScenarioFileError, and what ``from_dict`` raises, naming the file.
+        """
+        path = Path(path)
+        try:
+            table = tomllib.loads(path.read_bytes().decode("utf-8-sig"))
+        except OSError as error:
+            raise ScenarioFileError(
+                f"{path}: cannot be read ({error.strerror}); name a scenario file."
+            ) from None
+        except UnicodeDecodeError as error:
+            raise ScenarioFileError(
+                f"{path}: byte {error.start} is not UTF-8, which a scenario file must be; save it as UTF-8."
+            ) from None
+        except (ValueError, RecursionError) as error:
+            raise ScenarioFileError(f"{path}: this is not a TOML file ({error}); correct it there.") from None
+        if isinstance(table.get("model"), str):
+            table["model"] = _model_path(table["model"], path.parent)
+        return cls.from_dict(table, where=str(path))
+
+    @classmethod
+    def from_flags(cls, model: str, prompts: Sequence[str], flags: str) -> Scenario:
+        """A scenario without a file: ``prompts`` in order (ids r0, r1, ...), then the flags' ``tokens``.
+
+        ``flags`` is text for ``detdiff.scenario_flags.parse_flags``; ``arrivals`` has one number for each
+        request. Raises what ``parse_flags`` and ``from_dict`` raise.
+        """
+        with _located("flags"):
+            keys = parse_flags(flags)
+            requests: list[dict[str, Any]] = [{"prompt": prompt} for prompt in prompts]
+            requests += [{"tokens": tokens} for tokens in keys.pop("tokens", ())]
+            if "arrivals" in keys:
+                _set_arrivals(requests, keys.pop("arrivals"))
+        model = _model_path(keys.pop("model", model), Path())
+        return cls.from_dict({"model": model, **keys, "request": requests}, where="flags")
+
+    @classmethod
+    def from_dict(cls, values: Any, *, where: str = "scenario") -> Scenario:
+        """The scenario that flat keys describe, as in a file. ``where`` opens each error's message.
+
+        Raises ScenarioKeyUnknown (naming the nearest key), ScenarioKeyMissing, ScenarioTypeError, and what
+        the dataclasses raise.
+        """
+        with _located(where):
+            if not isinstance(values, Mapping):
+                raise ScenarioTypeError(f"a {type(values).__name__} is not a table of keys; give one.")
+            keys = typed(values, FILE_KEYS)
+            if "model" not in keys:
+                raise ScenarioKeyMissing(
+                    'there is no model; add model = "builtin", or a directory or hub id instead of builtin.'
+                )
+            defaults = {name: keys[name] for name in SETTING_KEYS if name in keys}
+            requests = []
+            for place, table in enumerate(keys.get("request", ())):
+                with _located(f"request {place + 1}" + (f" ({table['id']!r})" if "id" in table else "")):
+                    requests.append(_request(typed(table, REQUEST_KEYS), defaults, place))
+            rules = []
+            for place, table in enumerate(keys.get("rule", ()), 1):
+                with _located(f"rule {place}"):
+                    rules.append(PathRule(**typed(table, RULE_KEYS)))
+            return _scenario(keys, tuple(requests), tuple(rules))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The flat keys, fit for JSON, in one order, none left to a default; ``from_dict`` reads them."""
+        schedule, capture = self.schedule, self.capture
+        keys: dict[str, Any] = {
+            "model": self.model,
+            "schedule": schedule.kind,
+            "layout": schedule.layout,
+            "active": schedule.active,
+            "row_budget": schedule.row_budget,
+            "prefill_chunk": schedule.prefill_chunk,
+            "kernels": self.kernels.profile,
+            "split_rows": self.kernels.split_rows,
+            "capture": capture.level,
+            "lens": capture.lens,
+            "top": capture.top,
+            "window_requests": list(capture.requests),
+            "window_positions": None if capture.positions is None else list(capture.positions),
+            "window_sites": list(capture.sites),
+            "digest": capture.digest,
+            "memory_mb": capture.memory_mb,
+            "request": [_request_keys(request) for request in self.requests],
+            "rule": [{name: getattr(rule, name) for name in RULE_KEYS} for rule in self.kernels.rules],
+        }
+        return {name: value for name, value in keys.items() if value is not None and value != []}
+
+    def to_toml(self) -> str:
+        """The text of a scenario file that ``from_toml`` reads back to an equal scenario."""
+        return toml_text(self.to_dict())
+
+    def with_changes(self, **keys: Any) -> Scenario:
+        """A copy with flat keys changed; None sets a key back to its default.
+
+        A request setting (``max_tokens``, ``seed``, ...) changes in every request, ``chat`` only where the
+        prompt is text. ``arrivals`` has one number for each request. Raises what ``from_dict`` raises.
+        """
+        values = self.to_dict()
+        requests = values["request"]
+        with _located("changes"):
+            for name in keys:
+                known(name, CHANGE_KEYS)
+            changes = typed({name: value for name, value in keys.items() if value is not None}, CHANGE_KEYS)
+            if "arrivals" in keys:
+                _set_arrivals(requests, changes.pop("arrivals", [0] * len(requests)))
+        if "model" in changes:
+            changes["model"] = _model_path(changes["model"], Path())
+        for table in (values, *requests):
+            for name in keys:
+                table.pop(name, None)
+        return Scenario.from_dict({**values, **changes}, where="changes")
+
+
+@contextmanager
+def _located(where: str) -> Iterator[None]:
+    try:
+        yield
+    except ScenarioError as error:
+        raise type(error)(f"{where}: {error}") from None
+
+
+def _model_path(model: str, folder: Path) -> str:
+    if not model or model == "builtin":
+        return model
+    path = folder / os.path.expanduser(model)
+    # Absolute, so that a trace can be replayed from another folder. What is no directory may be a hub id.
+    return os.path.abspath(path) if model.startswith((".", "~")) or path.is_dir() else model
+
+
+def _set_arrivals(requests: Sequence[dict[str, Any]], arrivals: Sequence[int]) -> None:
+    if len(arrivals) != len(requests):
+        raise ScenarioConflict(
+            f"arrivals has {len(arrivals)} numbers and there are {len(requests)} requests; give one for each."
+        )
+    for request, arrival in zip(requests, arrivals, strict=True):
+        request["arrival"] = arrival
+
+
+def _pick(keys: Mapping[str, Any], **names: str) -> dict[str, Any]:
+    return {name: keys[key] for name, key in names.items() if key in keys}
+
+
+def _request(own: Mapping[str, Any], defaults: Mapping[str, Any], place: int) -> Request:
+    keys = {"id": f"r{place}", **defaults, **own}
+    if "prompt" not in own and "chat" not in own:
+        # A default of the run; token ids are what they are.
+        keys.pop("chat", None)
+    sampling = Sampling(**{name: keys.pop(name) for name in ("temperature", "top_p", "seed") if name in keys})
+    return Request(**keys, sampling=sampling)
+
+
+def _request_keys(request: Request) -> dict[str, Any]:
+    keys = {name: getattr(request, name, None) for name in REQUEST_KEYS}
+    keys |= {"tokens": None if request.tokens is None else list(request.tokens)}
+    keys |= {name: getattr(request.sampling, name) for name in ("temperature", "top_p", "seed")}
+    return {name: value for name, value in keys.items() if value is not None}
+
+
+def _scenario(
+    keys: Mapping[str, Any], requests: tuple[Request, ...], rules: tuple[PathRule, ...]
+) -> Scenario:
+    schedule = _pick(
+        keys,
+        kind="schedule",
+        layout="layout",
+        active="active",
+        row_budget="row_budget",
+        prefill_chunk="prefill_chunk",
+    )
+    kernels = _pick(keys, profile="kernels", split_rows="split_rows")
+    capture = _pick(
+        keys,
+        level="capture",
+        lens="lens",
+        top="top",
+        requests="window_requests",
+        positions="window_positions",
+        sites="window_sites",
+        digest="digest",
+        memory_mb="memory_mb",
+    )
+    return Scenario(
+        model=keys["model"],
+        requests=requests,
+        schedule=Schedule(**schedule),
+        kernels=KernelPlan(**kernels, rules=rules),
+        capture=Capture(**capture),
+    )

@@ -1,0 +1,268 @@
+"""What a scenario is made of: frozen dataclasses that check themselves when they are made.
+
+An object that exists can be run, as far as that can be known without the model and the kernel library.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import unicodedata
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Literal
+
+from detdiff.errors import PromptAmbiguous, PromptMissing, ScenarioConflict, ScenarioRangeError
+from detdiff.scenario_flags import check_utf8, nearest
+
+NATIVE = "native"
+SCHEDULES = ("serial", "static", "continuous")
+LAYOUTS = ("padded", "packed")
+LEVELS = ("digest", "full", "window")
+DIGESTS = ("auto", "host", "device")
+PHASES = ("any", "prefill", "decode", "mixed")
+# Positions, token ids and forwards are 32-bit in a trace; a seed is 64-bit in TOML.
+INT32_MAX, INT64_MAX = 2**31 - 1, 2**63 - 1
+
+
+def _one_of(name: str, value: str, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ScenarioRangeError(f"{name} is {value!r}; {nearest(value, choices)}")
+
+
+def _between(name: str, value: int | None, low: int, high: int = INT32_MAX) -> None:
+    if value is not None and not low <= value <= high:
+        bound = f"{low} or more" if value < low else f"{high} or less"
+        raise ScenarioRangeError(f"{name} is {value}; it must be {bound}.")
+
+
+def check_text(name: str, value: str) -> None:
+    """Raises ScenarioRangeError when ``value`` is empty or not valid Unicode."""
+    if not value:
+        raise ScenarioRangeError(f"{name} is empty; give it a value or leave it out.")
+    check_utf8(name, value)
+
+
+def check_name(name: str, value: str) -> None:
+    """Raises ScenarioRangeError when ``value`` cannot stand in one line of a report or of a log."""
+    check_text(name, value)
+    if any(unicodedata.category(character) in ("Cc", "Zl", "Zp") for character in value):
+        raise ScenarioRangeError(f"{name} {value!r} has control characters; use printable ones.")
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a token is chosen. Temperature 0 is greedy; else a draw depends on ``seed`` and the token's index
+    alone.
+
+    Raises ScenarioRangeError for a negative temperature, a ``top_p`` outside (0, 1] and a seed outside
+    [0, 2**63).
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not (self.temperature >= 0 and math.isfinite(self.temperature)):
+            raise ScenarioRangeError(f"temperature is {self.temperature}; it must be 0 (greedy) or more.")
+        if not 0 < self.top_p <= 1:
+            raise ScenarioRangeError(
+                f"top_p is {self.top_p}; it must be more than 0 and at most 1 (1 keeps all)."
+            )
+        _between("seed", self.seed, 0, INT64_MAX)
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt, as text or as token ids, and how it is continued. ``arrival`` counts forwards of the run.
+
+    Raises PromptMissing, PromptAmbiguous, ScenarioConflict (``chat`` with token ids) and ScenarioRangeError.
+    """
+
+    id: str
+    prompt: str | None = None
+    tokens: tuple[int, ...] | None = None
+    chat: bool = False
+    max_tokens: int = 64
+    arrival: int = 0
+    ignore_stop: bool = False
+    sampling: Sampling = field(default_factory=Sampling)
+
+    def __post_init__(self) -> None:
+        check_name("id", self.id)
+        if self.prompt is None and self.tokens is None:
+            raise PromptMissing("there is neither prompt nor tokens; give one of them.")
+        if self.prompt is not None and self.tokens is not None:
+            raise PromptAmbiguous("there are both prompt and tokens; keep one of them.")
+        if not (self.prompt or self.tokens):
+            name = "tokens" if self.prompt is None else "prompt"
+            raise PromptMissing(
+                f"{name} is empty, and a model needs one token at least; give it some text or token ids."
+            )
+        if self.prompt is not None:
+            check_utf8("prompt", self.prompt)
+        for token in self.tokens or ():
+            _between("a token id", token, 0)
+        if self.chat and self.prompt is None:
+            raise ScenarioConflict(
+                "chat needs a prompt that is text; remove chat, or put the template's tokens in tokens."
+            )
+        _between("max_tokens", self.max_tokens, 1)
+        _between("arrival", self.arrival, 0)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What decides the rows of each forward. ``active`` and ``row_budget`` None: no limit.
+
+    Raises ScenarioRangeError, and ScenarioConflict for a limit that the schedule or layout has no use for.
+    """
+
+    kind: Literal["serial", "static", "continuous"] = "serial"
+    layout: Literal["padded", "packed"] = "padded"
+    active: int | None = None
+    row_budget: int | None = None
+    prefill_chunk: int = 2048
+
+    def __post_init__(self) -> None:
+        _one_of("schedule", self.kind, SCHEDULES)
+        _one_of("layout", self.layout, LAYOUTS)
+        _between("active", self.active, 1)
+        _between("row_budget", self.row_budget, 1)
+        _between("prefill_chunk", self.prefill_chunk, 1)
+        if self.kind == "serial" and self.active not in (None, 1):
+            raise ScenarioConflict(
+                f"active is {self.active} and schedule is serial, which runs one request at a time; "
+                "remove active, or use schedule continuous."
+            )
+        if self.row_budget is not None and self.layout == "padded":
+            raise ScenarioConflict(
+                f"row_budget is {self.row_budget} and layout is padded, which has no budget of rows; "
+                "remove row_budget, or use layout packed."
+            )
+
+
+@lru_cache(maxsize=256)
+def _bounds(name: str, text: str) -> tuple[int, int | None]:
+    match = re.fullmatch(r"([0-9]{1,9})(\.\.([0-9]{1,9})?)?", text, re.ASCII)
+    if match is None:
+        raise ScenarioRangeError(f"{name} is {text!r}; it must be like '4', '2..8' or '9..'.")
+    first, dots, last = match.groups()
+    low, high = int(first), int(last) if last else None if dots else int(first)
+    if low < 1 or (high is not None and high < low):
+        raise ScenarioRangeError(
+            f"{name} is {text!r}, which no call can have; count from 1, smaller end first."
+        )
+    return low, high
+
+
+@dataclass(frozen=True)
+class PathRule:
+    """Calls at a site that matches ``site`` (fnmatch), of a phase and of a size in range take ``path``.
+
+    ``rows`` and ``second_last`` are ``"4"``, ``"2..8"`` or ``"9.."``. Two rows are [1, 2, K] when packed and
+    [2, 1, K] when padded; ``second_last`` is the second-to-last dimension, by which some backends choose, and
+    tells them apart. ``path`` is ``native``, ``rows``, ``pad:N`` or a reference kernel. Raises
+    ScenarioRangeError.
+    """
+
+    site: str = "*"
+    phase: Literal["any", "prefill", "decode", "mixed"] = "any"
+    rows: str = "1.."
+    path: str = NATIVE
+    second_last: str = "1.."
+
+    def __post_init__(self) -> None:
+        check_text("site", self.site)
+        _one_of("phase", self.phase, PHASES)
+        _bounds("rows", self.rows)
+        _bounds("second_last", self.second_last)
+        if not re.fullmatch(r"native|rows|pad:[1-9][0-9]{0,8}|[\w.-]+/[\w.-]+", self.path, re.ASCII):
+            raise ScenarioRangeError(
+                f"path is {self.path!r}; it must be native, rows, pad:N with N of 1 or more, or a reference "
+                "kernel such as candle-metal/mv."
+            )
+
+    def holds(self, rows: int, second_last: int | None = None) -> bool:
+        """Whether a call of ``rows`` rows, whose input has this second-to-last dimension, is in range.
+
+        Raises ValueError when the rule asks about the second-to-last dimension and it is not given.
+        """
+        low, high = _bounds("rows", self.rows)
+        if not low <= rows <= (rows if high is None else high):
+            return False
+        if self.second_last == "1..":
+            return True
+        if second_last is None:
+            raise ValueError(f"the rule asks for second_last {self.second_last}, and it is not given")
+        low, high = _bounds("second_last", self.second_last)
+        return low <= second_last <= (second_last if high is None else high)
+
+
+@dataclass(frozen=True)
+class KernelPlan:
+    """What computes each site: own rules first, then "at most ``split_rows`` rows go row by row", then the
+    profile.
+
+    The profile ``native`` is none. Whether another one exists is for the kernel library to say.
+    Raises ScenarioRangeError.
+    """
+
+    profile: str | None = None
+    split_rows: int | None = None
+    rules: tuple[PathRule, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.profile == NATIVE:
+            object.__setattr__(self, "profile", None)
+        if self.profile is not None:
+            check_name("kernels", self.profile)
+        _between("split_rows", self.split_rows, 1)
+
+    @property
+    def is_native(self) -> bool:
+        """True when every site takes the backend's own path, whatever the number of rows."""
+        return (
+            self.profile is None
+            and self.split_rows is None
+            and all(rule.path == NATIVE for rule in self.rules)
+        )
+
+
+@dataclass(frozen=True)
+class Capture:
+    """What a run writes. ``requests``, ``positions`` (inclusive), ``sites`` (fnmatch) bound a window; empty:
+    all.
+
+    Raises ScenarioRangeError, and ScenarioConflict for a window's bounds at another level.
+    """
+
+    level: Literal["digest", "full", "window"] = "digest"
+    lens: bool = False
+    top: int = 8
+    requests: tuple[str, ...] = ()
+    positions: tuple[int, int] | None = None
+    sites: tuple[str, ...] = ()
+    digest: Literal["auto", "host", "device"] = "auto"
+    memory_mb: int = 256
+
+    def __post_init__(self) -> None:
+        _one_of("capture", self.level, LEVELS)
+        _one_of("digest", self.digest, DIGESTS)
+        # A margin needs two logits.
+        _between("top", self.top, 2)
+        _between("memory_mb", self.memory_mb, 1)
+        if self.positions is not None and not 0 <= self.positions[0] <= self.positions[1] <= INT32_MAX:
+            raise ScenarioRangeError(
+                f"window_positions is {list(self.positions)}; it must be [first, last], counted from 0."
+            )
+        for name, values in (("window_requests", self.requests), ("window_sites", self.sites)):
+            for value in values:
+                check_text(f"an entry of {name}", value)
+        if self.level != "window" and (self.requests or self.positions is not None or self.sites):
+            raise ScenarioConflict(
+                "window_requests, window_positions and window_sites need capture window, and capture is "
+                f"{self.level}; change it, or remove them."
+            )

@@ -1,0 +1,46 @@
+"""The trace format: writer, reader, digests and validation. docs/trace-format.md states its rules."""
+
+from detdiff.trace.digest import (
+    B_DTYPE,
+    B_LENGTH,
+    DTYPE_CODES,
+    coefficients,
+    combine_entries,
+    digest_bias,
+    digest_rows,
+    head_weight,
+    position_weight,
+    splitmix64,
+)
+from detdiff.trace.reader import Trace
+from detdiff.trace.rows import PHASES, Generated, Lens, RowIndex, Rows, Value
+from detdiff.trace.shard import Shard
+from detdiff.trace.site import Port, Site, format_ranges, parse_ranges, ports_of
+from detdiff.trace.writer import TraceWriter
+
+__all__ = [
+    "B_DTYPE",
+    "B_LENGTH",
+    "DTYPE_CODES",
+    "PHASES",
+    "Generated",
+    "Lens",
+    "Port",
+    "RowIndex",
+    "Rows",
+    "Shard",
+    "Site",
+    "Trace",
+    "TraceWriter",
+    "Value",
+    "coefficients",
+    "combine_entries",
+    "digest_bias",
+    "digest_rows",
+    "format_ranges",
+    "head_weight",
+    "parse_ranges",
+    "ports_of",
+    "position_weight",
+    "splitmix64",
+]

@@ -1,0 +1,146 @@
+"""The few file operations of a trace: checked reads at an offset, atomic and durable writes."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from detdiff.errors import ShardSizeError, TraceDiskFull, TraceError, TraceReadError, TraceWriteError
+
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_GAP_BYTES = 1 << 16
+_RUN_BYTES = 1 << 23
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turns an OSError into TraceReadError."""
+    try:
+        yield
+    except OSError as error:
+        raise TraceReadError(
+            f"{path} cannot be read ({error.strerror or error}); expected a readable file. Check its "
+            "permissions and the disk, then try again."
+        ) from error
+
+
+@contextmanager
+def writing(path: Path, kept: str) -> Iterator[None]:
+    """Turns an OSError into TraceWriteError or TraceDiskFull; ``kept`` says what stays readable."""
+    try:
+        yield
+    except OSError as error:
+        full = error.errno in _FULL
+        what = "there is no space left" if full else (error.strerror or str(error))
+        advice = (
+            "Free some space, or record to another disk or with a smaller capture."
+            if full
+            else "Check the directory and its permissions, then record again."
+        )
+        raise (TraceDiskFull if full else TraceWriteError)(
+            f"{path} cannot be written: {what}; expected room for the whole trace. {kept} {advice}"
+        ) from error
+
+
+def regular_size(path: Path, missing: type[TraceError]) -> int:
+    """Bytes of a regular file; raises ``missing`` when there is none, and for links, pipes and devices."""
+    with reading(path):
+        try:
+            found = os.lstat(path)
+        except (FileNotFoundError, NotADirectoryError):
+            found = None
+    if found is None or not stat.S_ISREG(found.st_mode):
+        what = "is not there" if found is None else "is not a regular file"
+        raise missing(
+            f"{path} {what}; expected one of the files that the trace was recorded with. Copy the whole "
+            "directory again; what is left can be opened with partial=True."
+        )
+    return found.st_size
+
+
+def read_bytes(path: Path) -> bytes:
+    """All bytes of a file; raises TraceReadError."""
+    with reading(path):
+        return path.read_bytes()
+
+
+def read_array(path: Path, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """``shape`` elements of ``dtype`` at a byte offset, without mapping the file; offset and size are checked
+    by the caller. Raises ShardSizeError when the file has shrunk since."""
+    out = np.empty(shape, dtype)
+    if out.nbytes:
+        with reading(path), open(path, "rb", buffering=0) as file:
+            _fill(file, path, offset, out)
+    return out
+
+
+def read_rows(path: Path, offset: int, rows: NDArray[Any], width: int, dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Chosen rows, in the given order, of a matrix [?, width] that starts at a byte offset.
+
+    Rows that lie near each other are read together; the scratch memory stays near 8 MB whatever is asked.
+    """
+    out = np.empty((len(rows), width), dtype)
+    row_bytes = width * dtype.itemsize
+    if not out.nbytes:
+        return out
+    wanted = np.asarray(rows, np.int64)
+    order = np.argsort(wanted, kind="stable")
+    ascending = wanted[order]
+    gap = max(1, _GAP_BYTES // row_bytes)
+    longest = max(1, _RUN_BYTES // row_bytes)
+    with reading(path), open(path, "rb", buffering=0) as file:
+        start = 0
+        breaks = np.flatnonzero(np.diff(ascending) > gap) + 1
+        for stop in (*breaks.tolist(), len(ascending)):
+            while start < stop:
+                first = int(ascending[start])
+                end = min(stop, start + int(np.searchsorted(ascending[start:stop], first + longest)))
+                block = np.empty((int(ascending[end - 1]) - first + 1, width), dtype)
+                _fill(file, path, offset + first * row_bytes, block)
+                out[order[start:end]] = block[ascending[start:end] - first]
+                start = end
+    return out
+
+
+def _fill(file: Any, path: Path, offset: int, out: NDArray[Any]) -> None:
+    view = out.reshape(-1).view(np.uint8).data
+    file.seek(offset)
+    done = 0
+    while done < len(view):
+        count = file.readinto(view[done:])
+        if not count:
+            raise ShardSizeError(
+                f"{path} ends at byte {offset + done}; expected bytes up to {offset + len(view)}, as when it "
+                "was opened. Something else writes to this trace: stop it and open the trace again."
+            )
+        done += count
+
+
+def sync_directory(path: Path) -> None:
+    """Makes renames inside a directory durable, where the system can."""
+    if os.name == "nt":
+        return
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def replace_file(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
+    """Writes a file under a temporary name in its own directory, syncs it and renames it into place."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with open(temporary, "wb", buffering=1 << 20) as file:
+        file.writelines(chunks)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    sync_directory(path.parent)

@@ -1,0 +1,243 @@
+"""forwards.jsonl and texts.jsonl: append-only logs of JSON lines."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from detdiff.errors import (
+    ChecksumError,
+    ForwardLineError,
+    LogLineError,
+    LogMissing,
+    LogSizeError,
+    PlanLineError,
+    TextLineError,
+)
+from detdiff.trace.files import read_array, read_bytes, regular_size
+from detdiff.trace.header import dumps
+from detdiff.trace.rows import PHASES
+from detdiff.trace.site import parse_ranges
+from detdiff.trace.tensors import parse_json
+
+FORWARD_PHASES = (*PHASES, "mixed")
+LAYOUTS = ("padded", "packed")
+_MAX_INT32 = (1 << 31) - 1
+
+
+def encode_line(value: Any) -> bytes:
+    """A line of a log; raises LogLineError for what JSON cannot hold."""
+    try:
+        return dumps(value).encode() + b"\n"
+    except (TypeError, ValueError) as error:
+        raise LogLineError(
+            f"A line of a log cannot be written as JSON ({error}); expected only strings, finite numbers, booleans, "
+            "null, lists and objects. This is a fault of the recorder."
+        ) from None
+
+
+class LogWriter:
+    """Appends lines; ``flush`` is idempotent, so that an interrupted one can be done again."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._written: tuple[int, int, list[bytes]] = (0, 0, [])
+        path.write_bytes(b"")
+
+    def append(self, value: Any) -> None:
+        """Raises LogLineError for what JSON cannot hold."""
+        self._written[2].append(encode_line(value))
+
+    def flush(self) -> None:
+        """Writes and syncs the pending lines; raises OSError."""
+        size, crc, pending = self._written
+        data = b"".join(pending)
+        if not data:
+            return
+        with open(self.path, "r+b") as file:
+            file.seek(size)
+            file.truncate()
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        self._written = (size + len(data), zlib.crc32(data, crc), [])
+
+    def entry(self) -> dict[str, Any]:
+        """Name, bytes and checksum of what is on disk."""
+        size, crc, _ = self._written
+        return {"name": self.path.name, "bytes": size, "crc32": crc}
+
+
+class Lines:
+    """The whole lines of a log; a half-written last line is left out when the trace is incomplete."""
+
+    def __init__(self, path: Path, entry: Mapping[str, Any] | None) -> None:
+        """``entry`` is the log's entry in a complete trace's header.
+
+        Raises LogMissing, LogSizeError, ChecksumError, LogLineError.
+        """
+        self.path = path
+        size = regular_size(path, LogMissing)
+        if entry is not None and size != entry["bytes"]:
+            raise LogSizeError(
+                f"{path} has {size} bytes; expected {entry['bytes']}, as when the trace was completed. It is cut: "
+                "copy or record the trace again."
+            )
+        raw = read_bytes(path)
+        if entry is not None and zlib.crc32(raw) != entry["crc32"]:
+            raise ChecksumError(
+                f"{path} has the checksum {zlib.crc32(raw)}; expected {entry['crc32']}, as when the trace was "
+                "completed. It is damaged: copy or record the trace again."
+            )
+        data = np.frombuffer(raw, np.uint8)
+        self.starts = np.concatenate(([0], np.flatnonzero(data == 10) + 1))
+        if entry is not None and self.starts[-1] != len(raw):
+            raise LogLineError(
+                f"{path} ends in the middle of a line; expected a line end, for the trace is complete. Copy or record "
+                "the trace again."
+            )
+        # The first letter after {" tells a plan from a forward without parsing the line.
+        self.initials = np.full(len(self), 0, np.uint8)
+        at = self.starts[:-1] + 2
+        self.initials[:] = data[np.minimum(at, max(0, len(raw) - 1))] if len(self) else 0
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def __getitem__(self, index: int) -> Any:
+        """The parsed line; raises LogLineError."""
+        start, stop = int(self.starts[index]), int(self.starts[index + 1])
+        raw = read_array(self.path, start, (stop - start,), np.dtype("u1")).tobytes()
+        try:
+            return parse_json(raw)
+        except ValueError as error:
+            raise LogLineError(
+                f"{self.path}, line {index + 1}, is not JSON ({error}); expected one JSON value a line. The file is "
+                "damaged: copy or record the trace again."
+            ) from None
+
+
+class Forwards(Sequence[dict[str, Any]]):
+    """The forwards of a trace, each parsed when asked for, with the calls of its plan as ``calls``."""
+
+    def __init__(self, lines: Lines, requests: int, sites: int) -> None:
+        """Parses the plans; raises ForwardLineError, PlanLineError, LogLineError."""
+        self._lines = lines
+        self._requests = requests
+        known = (lines.initials == ord("p")) | (lines.initials == ord("f"))
+        if not bool(known.all()):
+            raise ForwardLineError(
+                f"{lines.path}, line {int(np.flatnonzero(~known)[0]) + 1}, starts with neither a plan nor a forward; "
+                'expected {"plan": or {"forward": first. Copy or record the trace again.'
+            )
+        self._places = np.flatnonzero(lines.initials == ord("f"))
+        self._plan_places = np.flatnonzero(lines.initials == ord("p"))
+        self.plans: list[list[dict[str, Any]]] = []
+        for place in self._plan_places:
+            line = lines[int(place)]
+            check_plan(f"{lines.path}, line {place + 1},", line, len(self.plans), sites)
+            self.plans.append(line["calls"])
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, index: Any) -> Any:
+        """Forward ``index`` (not a slice); raises LogLineError, ForwardLineError, IndexError."""
+        number = range(len(self))[index]
+        place = int(self._places[number])
+        line = self._lines[place]
+        plans = int(np.searchsorted(self._plan_places, place))
+        check_forward(f"{self._lines.path}, line {place + 1},", line, number, self._requests, plans)
+        return {"events": [], **line, "calls": self.plans[line["plan"]]}
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (self[number] for number in range(len(self)))
+
+
+def check_plan(where: str, line: Any, number: int, sites: int) -> None:
+    """Raises PlanLineError unless ``line`` is plan ``number`` and its calls name existing sites."""
+    found = line if isinstance(line, dict) else {}
+    calls = found.get("calls")
+    ok = set(found) == {"plan", "calls"} and found["plan"] == number and isinstance(calls, list)
+    for call in calls if ok and isinstance(calls, list) else ():
+        ok = ok and isinstance(call, dict) and isinstance(call.get("path"), str)
+        try:
+            ok = ok and isinstance(call["sites"], str) and bool(parse_ranges(call["sites"], sites))
+        except (KeyError, ValueError):
+            ok = False
+    if not ok:
+        raise PlanLineError(
+            f"{where} is {str(line)[:200]}; expected plan {number} with calls, each with a path and sites as ascending "
+            f"ranges below {sites}, such as 0-12,14. Record the trace again."
+        )
+
+
+def check_forward(where: str, line: Any, number: int, requests: int, plans: int) -> None:
+    """Raises ForwardLineError unless ``line`` is forward ``number`` and names only what exists."""
+    found = line if isinstance(line, dict) else {}
+    shape, plan, rows = found.get("shape"), found.get("plan"), found.get("rows")
+    ok = (
+        type(found.get("forward")) is int
+        and found["forward"] == number
+        and found.get("phase") in FORWARD_PHASES
+        and found.get("layout") in LAYOUTS
+        and isinstance(shape, list | tuple)
+        and len(shape) == 2
+        and all(type(n) is int and n > 0 for n in shape)
+        and type(plan) is int
+        and 0 <= plan < plans
+        and isinstance(rows, list | tuple)
+        and all(_row_span(row, requests) for row in rows)
+        and all(_objects(found.get(key, [])) for key in ("caches", "events"))
+        and "caches" in found
+    )
+    if not ok:
+        raise ForwardLineError(
+            f"{where} is {str(line)[:300]}; expected forward {number} with phase, layout, shape, rows, plan (below "
+            f"{plans}) and caches, its rows naming requests below {requests}. Record the trace again."
+        )
+
+
+def _row_span(row: Any, requests: int) -> bool:
+    if not isinstance(row, Mapping) or row.get("phase") not in PHASES:
+        return False
+    request, slot, start, count = (row.get(key) for key in ("request", "slot", "start", "count"))
+    if not (type(request) is int and type(slot) is int and type(start) is int and type(count) is int):
+        return False
+    return 0 <= request < requests and slot >= 0 and start >= 0 and count > 0
+
+
+def _objects(items: Any) -> bool:
+    return isinstance(items, list | tuple) and all(isinstance(item, Mapping) for item in items)
+
+
+def read_texts(lines: Lines) -> dict[int, str]:
+    """The text of every token id; raises TextLineError, LogLineError."""
+    texts: dict[int, str] = {}
+    for place in range(len(lines)):
+        add_text(f"{lines.path}, line {place + 1},", lines[place], texts)
+    return texts
+
+
+def add_text(where: str, line: Any, texts: dict[int, str]) -> bool:
+    """Adds [token id, text]; False if it was there already. Raises TextLineError."""
+    token, text = line if isinstance(line, list | tuple) and len(line) == 2 else (None, None)
+    if not (
+        type(token) is int
+        and 0 <= token <= _MAX_INT32
+        and isinstance(text, str)
+        and texts.get(token, text) == text
+    ):
+        raise TextLineError(
+            f"{where} is {str(line)[:200]}; expected [token id, text] with one text for each id. Record the trace "
+            "again."
+        )
+    if token in texts:
+        return False
+    texts[token] = text
+    return True

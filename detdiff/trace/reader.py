@@ -1,0 +1,266 @@
+"""Reading a trace: everything is checked before it is used, and only what is asked for is loaded."""
+
+from __future__ import annotations
+
+import os
+import re
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from detdiff.errors import ChecksumError, GeneratedError, RowError, ShardMissing, TableError, TraceError
+from detdiff.trace.check import GEN_FIELDS, Limits, check_unique
+from detdiff.trace.files import reading
+from detdiff.trace.header import FORWARDS, TEXTS, parse_sites, read
+from detdiff.trace.log import Forwards, Lines, read_texts
+from detdiff.trace.rows import Generated, Int32, Lens, RowIndex, UInt64
+from detdiff.trace.shard import Shard, open_shard, shard_name
+from detdiff.trace.site import Port, Site, parse_ranges, ports_of
+
+_SHARD = re.compile(r"shard-(\d{5,9})\.safetensors", re.ASCII)
+_ROW_FIELDS = tuple(field.name for field in fields(RowIndex))
+_CHUNK = 1 << 20
+
+
+class Trace:
+    """An opened trace; digests, values, forwards and texts stay on disk until they are asked for.
+
+    ``complete`` is False when the run did not finish or parts were left out, and ``problems`` says why, a
+    paragraph each. ``tables`` has one int32 per port for each table: the port's column of the digests, or -1.
+    """
+
+    path: Path
+    header: dict[str, Any]
+    complete: bool
+    problems: tuple[str, ...]
+    sites: tuple[Site, ...]
+    ports: tuple[Port, ...]
+    shards: tuple[Shard, ...]
+    tables: dict[int, Int32]
+    _forwards: Forwards
+    _texts: Lines
+    _rows: RowIndex
+
+    @classmethod
+    def open(cls, path: Path | str, *, partial: bool = False) -> Trace:
+        """Opens and checks a trace; raises the TraceError subclass of the first broken rule.
+
+        An unfinished trace opens with ``complete`` False and its finished shards. With ``partial`` a trace whose
+        shards or logs are missing or damaged opens too, without the damaged ones. Values, forwards and texts are
+        checked when they are read, and bytes by ``verify``.
+        """
+        self = cls()
+        self.path = Path(path)
+        self.header = read(self.path)
+        self.sites = parse_sites(self.header)
+        self.ports = ports_of(self.sites)
+        problems: list[str] = []
+        if not self.header["complete"]:
+            problems.append(f"{self.path} was not finished; it holds what was written before the run ended.")
+        self._forwards = Forwards(
+            self._lines(FORWARDS, partial, problems), len(self.requests), len(self.sites)
+        )
+        self._texts = self._lines(TEXTS, partial, problems)
+        self._open_shards(partial, problems)
+        self.complete = not problems
+        self.problems = tuple(problems)
+        return self
+
+    @property
+    def requests(self) -> list[dict[str, Any]]:
+        """Each with ``id`` and ``tokens``, the prompt's token ids, and what the recorder added."""
+        found: list[dict[str, Any]] = self.header["requests"]
+        return found
+
+    @property
+    def scenario(self) -> dict[str, Any]:
+        return dict(self.header["scenario"])
+
+    @property
+    def model(self) -> dict[str, Any]:
+        return dict(self.header["model"])
+
+    def shard(self, index: int) -> Shard:
+        return self.shards[index]
+
+    def port_index(self, site: str, port: str) -> int:
+        """The place of a port in ``ports`` and tables; raises KeyError."""
+        for index, found in enumerate(self.ports):
+            if found.name == port and self.sites[found.site].name == site:
+                return index
+        raise KeyError((site, port))
+
+    def row_index(self) -> RowIndex:
+        """All rows of the trace in execution order: int32 [n] each."""
+        return self._rows
+
+    def fetch(self, shard: int, table: int, start: int = 0, stop: int | None = None) -> UInt64:
+        """Rows ``start`` to ``stop`` of one table of one shard, uint64 [n, columns]."""
+        return self.shards[shard].digests(table, start, stop)
+
+    def digests(self, rows: NDArray[Any]) -> UInt64:
+        """Digests of rows given by their places in ``row_index``, in that order, uint64 [n, columns].
+
+        The rows must share one table; raises ValueError otherwise, IndexError for a place outside.
+        """
+        tables = np.unique(self._rows.table[rows])
+        if len(tables) != 1:
+            raise ValueError(
+                f"rows of the tables {tables.tolist()} have no common columns; ask for one table"
+            )
+        table = int(tables[0])
+        shards = self._rows.shard[rows]
+        out = np.empty((len(rows), self.shards[int(shards[0])].columns(table)), np.uint64)
+        for shard in np.unique(shards):
+            here = np.flatnonzero(shards == shard)
+            out[here] = self.shards[shard].digest_rows(table, self._rows.table_row[rows[here]])
+        return out
+
+    def forwards(self) -> Sequence[dict[str, Any]]:
+        """One object a forward, parsed when asked for, with the calls of its plan as ``calls``.
+
+        An item raises LogLineError or ForwardLineError when its line breaks a rule.
+        """
+        return self._forwards
+
+    def call(self, forward: int, site: int) -> Mapping[str, Any] | None:
+        """The call (``path``, ``rule``, ``rows``, ...) that computed a site in a forward; None if not recorded."""
+        for call in self._forwards[forward]["calls"]:
+            if any(site in run for run in parse_ranges(call["sites"], len(self.sites))):
+                return dict(call)
+        return None
+
+    def texts(self) -> dict[int, str]:
+        """The text of each token id that occurs; raises LogLineError or TextLineError."""
+        return read_texts(self._texts)
+
+    def generated(self, *, lens: bool = True) -> Generated:
+        """All generated tokens, in the order they were recorded; ``lens=False`` leaves per-layer logits on disk."""
+        parts = [part for shard in self.shards if (part := shard.generated(lens)) is not None]
+        if not parts:
+            none, top = np.empty(0, np.int32), np.empty((0, 0), np.int32)
+            return Generated(none, none, none, none, none, top, top.astype(np.float32))
+        names = (*GEN_FIELDS, "top_ids", "top_logits")
+        joined = {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
+        layers = [part.lens for part in parts if part.lens is not None]
+        whole = None
+        if layers:
+            whole = Lens(
+                np.concatenate([part.top_ids for part in layers]),
+                np.concatenate([part.top_logits for part in layers]),
+                np.concatenate([part.contested for part in layers]),
+            )
+        return Generated(**joined, lens=whole)
+
+    def verify(self) -> None:
+        """Reads everything and checks what opening leaves out.
+
+        Raises ChecksumError for a shard of a complete trace whose bytes changed, and the error of any broken value,
+        forward or text.
+        """
+        entries = {entry["name"]: entry for entry in self.header["shards"]} if self.header["complete"] else {}
+        for shard in self.shards:
+            crc = 0
+            with reading(shard.path), open(shard.path, "rb") as file:
+                while chunk := file.read(_CHUNK):
+                    crc = zlib.crc32(chunk, crc)
+            expected = entries.get(shard.path.name, {"crc32": crc})["crc32"]
+            if crc != expected:
+                raise ChecksumError(
+                    f"{shard.path} has the checksum {crc}; expected {expected}, as when it was written. It is damaged: "
+                    "copy or record the trace again."
+                )
+            for table, column in shard.value_columns():
+                shard.value_rows(table, column)
+        for _ in self._forwards:
+            pass
+        self.texts()
+
+    def _lines(self, name: str, partial: bool, problems: list[str]) -> Lines:
+        entry = None
+        if self.header["complete"]:
+            entry = next(log for log in self.header["logs"] if log["name"] == name)
+        try:
+            return Lines(self.path / name, entry)
+        except TraceError as error:
+            if not partial or entry is None:
+                raise
+            problems.append(str(error))
+            return Lines(self.path / name, None)
+
+    def _open_shards(self, partial: bool, problems: list[str]) -> None:
+        limits = Limits(len(self.requests), len(self._forwards), len(self.ports))
+        shards: list[Shard] = []
+        self.tables = {}
+        last: tuple[int, tuple[int, ...] | None] = (0, None)
+        for number, size in self._expected(partial, problems):
+            try:
+                shard = open_shard(self.path / shard_name(number), len(shards), limits, size)
+                last = self._follows(shard, *last)
+            except TraceError as error:
+                if not partial:
+                    raise
+                problems.append(str(error))
+                continue
+            self.tables.update(shard.tables)
+            shards.append(shard)
+        self.shards = tuple(shards)
+        self._rows = RowIndex(
+            **{name: _joined([getattr(shard.rows, name) for shard in shards]) for name in _ROW_FIELDS}
+        )
+        tokens = self.generated(lens=False)
+        check_unique(tokens.request, tokens.index)
+
+    def _expected(self, partial: bool, problems: list[str]) -> list[tuple[int, int | None]]:
+        """The numbers of the shards that should be there, each with its size where the header states it."""
+        if self.header["complete"]:
+            return [(number, entry["bytes"]) for number, entry in enumerate(self.header["shards"])]
+        with reading(self.path):
+            matches = [match for name in os.listdir(self.path) if (match := _SHARD.fullmatch(name))]
+        numbers = sorted(int(match[1]) for match in matches if match[0] == shard_name(int(match[1])))
+        gap = next((place for place, number in enumerate(numbers) if place != number), None)
+        if gap is not None:
+            missing = ShardMissing(
+                f"{self.path / shard_name(gap)} is not there, but {shard_name(numbers[-1])} is; expected shards "
+                "without a gap. Copy the whole directory again; what is left can be opened with partial=True."
+            )
+            if not partial:
+                raise missing
+            problems.append(str(missing))
+        return [(number, None) for number in numbers]
+
+    def _follows(
+        self, shard: Shard, forward: int, top: tuple[int, ...] | None
+    ) -> tuple[int, tuple[int, ...] | None]:
+        """The last forward and the shape of the top-k so far; raises when the shard contradicts earlier ones."""
+        for number, table in shard.tables.items():
+            if number in self.tables and not np.array_equal(self.tables[number], table):
+                raise TableError(
+                    f"{shard.path} has another table {number} than an earlier shard; expected one meaning for a table in a "
+                    "trace. The file belongs to another trace: copy or record it again."
+                )
+        rows = shard.rows.forward
+        if len(rows) and int(rows[0]) < forward:
+            raise RowError(
+                f"{shard.path} has rows of forward {int(rows[0])} after rows of forward {forward}; expected execution "
+                "order. The file belongs to another trace: copy or record it again."
+            )
+        found = top
+        if "gen.top_ids" in shard.tensors:
+            lens = shard.tensors.get("lens.top_ids")
+            found = (shard.tensors["gen.top_ids"].shape[1], *(lens.shape[1:] if lens is not None else ()))
+        if top is not None and found != top:
+            raise GeneratedError(
+                f"{shard.path} has top-k and lens of the shape {found}; expected {top}, as in earlier shards. The file "
+                "belongs to another trace: copy or record it again."
+            )
+        return int(rows[-1]) if len(rows) else forward, found
+
+
+def _joined(parts: list[Int32]) -> Int32:
+    return np.concatenate(parts) if parts else np.empty(0, np.int32)

@@ -1,0 +1,284 @@
+"""Writing a trace: shards appear whole or not at all, and what is whole stays readable whatever happens."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from detdiff.errors import (
+    GeneratedError,
+    RowError,
+    TraceExists,
+    TraceHeaderError,
+    TraceWriteError,
+    WriterClosed,
+)
+from detdiff.trace.buffer import Buffer, own_generated, own_rows
+from detdiff.trace.check import ROW_FIELDS, Limits, check_generated, check_rows, check_table
+from detdiff.trace.files import replace_file, writing
+from detdiff.trace.header import FORWARDS, HEADER, SCHEMA, TEXTS, check, encode, parse_sites
+from detdiff.trace.log import LogWriter, add_text, check_forward, check_plan, encode_line
+from detdiff.trace.rows import Generated, Rows
+from detdiff.trace.shard import shard_name
+from detdiff.trace.site import Site, ports_of
+
+_RESERVED = frozenset({"schema", "complete", "logs", "shards"})
+
+
+class TraceWriter:
+    """Writes one trace directory; use it as a context manager.
+
+    Leaving the block by an exception, or without ``finish``, aborts: what is buffered is still written if it can
+    be, the trace stays marked incomplete and the exception goes on. Arrays are copied, so callers may reuse theirs.
+    """
+
+    def __init__(
+        self,
+        path: Path | str,
+        header: Mapping[str, Any],
+        *,
+        shard_bytes: int = 32 << 20,
+        shard_forwards: int = 512,
+    ) -> None:
+        """Makes the directory and an incomplete trace.json.
+
+        ``header`` needs ``sites`` (Site or their JSON) and ``requests``; ``scenario``, ``model``, ``environment``,
+        ``observer`` and ``notes`` are empty unless given. A shard is closed at ``shard_bytes`` bytes or
+        ``shard_forwards`` forwards. Raises TraceExists unless ``path`` is new or an empty directory, TraceWriteError,
+        and TraceHeaderError, SiteListError or RequestListError for a bad header.
+        """
+        self.path = Path(path)
+        self._refuse_reserved(header)
+        self._header = self._checked(header)
+        ports = ports_of(parse_sites(self._header))
+        self._limits = Limits(len(self._header["requests"]), 0, len(ports))
+        self._shard_bytes, self._shard_forwards = shard_bytes, shard_forwards
+        self._tables: dict[tuple[int, ...], int] = {}
+        self._plans: dict[bytes, int] = {}
+        self._texts: dict[int, str] = {}
+        self._last_forward = 0
+        self._tokens: set[tuple[int, int]] = set()
+        self._top: tuple[Any, ...] | None = None
+        self._shards: dict[int, dict[str, Any]] = {}
+        self._buffer = Buffer(0)
+        self._state = "open"
+        with writing(self.path, "Nothing was recorded."):
+            if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+                raise TraceExists(
+                    f"{self.path} exists and is not an empty directory; expected a new path for the trace. Choose another "
+                    "one, or remove it first."
+                )
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._forward_log = LogWriter(self.path / FORWARDS)
+            self._text_log = LogWriter(self.path / TEXTS)
+            replace_file(self.path / HEADER, [encode(self._header)])
+
+    def plan(self, calls: Sequence[Mapping[str, Any]]) -> int:
+        """The number of the plan with these calls, for a forward's ``plan``; logs it when it is new.
+
+        A call has ``path``, ``rule``, ``rows``, ``second_last`` and ``sites`` (site indices as ``format_ranges``
+        gives them). Raises PlanLineError or LogLineError.
+        """
+        self._must_be_open()
+        key = encode_line(list(calls))
+        if key not in self._plans:
+            line = {"plan": len(self._plans), "calls": list(calls)}
+            check_plan("A plan", line, len(self._plans), len(self._header["sites"]))
+            self._forward_log.append(line)
+            self._plans[key] = len(self._plans)
+        return self._plans[key]
+
+    def forward(self, line: Mapping[str, Any]) -> None:
+        """Logs one forward, before its rows. Raises ForwardLineError, LogLineError, or TraceWriteError."""
+        self._must_be_open()
+        number = self._limits.forwards
+        check_forward("A forward", line, number, self._limits.requests, len(self._plans))
+        if self._buffer.forwards() >= self._shard_forwards:
+            self._flush()
+        # "forward" first: readers tell lines apart by their first letter.
+        self._forward_log.append({"forward": number, **line})
+        self._limits = Limits(self._limits.requests, number + 1, self._limits.ports)
+
+    def text(self, token: int, text: str) -> None:
+        """Logs the text of a token id, once. Raises TextLineError when it had another text."""
+        self._must_be_open()
+        if add_text("A text", [token, text], self._texts):
+            self._text_log.append([token, text])
+
+    def rows(self, rows: Rows) -> None:
+        """Adds rows of logged forwards, in execution order.
+
+        Raises RowError, TableError, TensorShapeError, TensorTypeError or ValueRowsError for a batch that breaks a
+        rule of the format (it is then not added), TraceWriteError or TraceDiskFull when a shard cannot be written.
+        """
+        self._must_be_open()
+        own = own_rows(rows)
+        if not len(own.request):
+            return
+        check_rows("The batch", {name: getattr(own, name) for name in ROW_FIELDS}, self._limits)
+        if int(own.forward[0]) < self._last_forward:
+            raise RowError(
+                f"A batch has rows of forward {int(own.forward[0])} after rows of forward {self._last_forward}; expected "
+                "execution order. This is a fault of the recorder."
+            )
+        table = self._table(own.table, own.digests.shape[1])
+        if not self._buffer.takes(table, own):
+            self._flush()
+        self._buffer.add(table, own)
+        self._last_forward = int(own.forward[-1])
+        if self._buffer.bytes >= self._shard_bytes:
+            self._flush()
+
+    def generated(self, generated: Generated) -> None:
+        """Adds generated tokens of logged forwards.
+
+        Raises GeneratedError, TensorShapeError, TraceWriteError or TraceDiskFull.
+        """
+        self._must_be_open()
+        own = own_generated(generated)
+        if not len(own.request):
+            return
+        check_generated("The batch", own, self._limits)
+        top = (own.top_ids.shape[1], None if own.lens is None else own.lens.top_ids.shape[1:])
+        tokens = set(zip(own.request.tolist(), own.index.tolist(), strict=True))
+        if len(tokens) != len(own.request) or tokens & self._tokens or top != (self._top or top):
+            raise GeneratedError(
+                "A batch of generated tokens repeats an index of a request, or its top-k or lens has another shape than "
+                "before; expected every index once and one shape in a trace. This is a fault of the recorder."
+            )
+        self._tokens |= tokens
+        self._top = top
+        self._buffer.add_generated(own)
+        if self._buffer.bytes >= self._shard_bytes:
+            self._flush()
+
+    def finish(self, *, complete: bool = True, times: Mapping[str, Any] | None = None, **extra: Any) -> None:
+        """Writes what is buffered and the final trace.json, with ``extra`` keys added to or replaced in it.
+
+        ``times`` is the one block that may differ between equal runs. Raises TraceHeaderError, TraceWriteError or
+        TraceDiskFull; the trace then stays incomplete.
+        """
+        self._must_be_open()
+        self._refuse_reserved(extra)
+        header = self._checked({**self._header, **extra, "times": dict(times or {})})
+        self._flush()
+        with self._failing(self.path / FORWARDS):
+            self._forward_log.flush()
+            self._text_log.flush()
+        header["complete"] = complete
+        header["logs"] = [self._forward_log.entry(), self._text_log.entry()]
+        header["shards"] = [self._shards[index] for index in range(len(self._shards))]
+        with self._failing(self.path / HEADER):
+            replace_file(self.path / HEADER, [encode(header)])
+        self._state = "finished"
+
+    def abort(self) -> None:
+        """Writes what is buffered as a last shard and leaves the trace incomplete; nothing after a failure.
+
+        Raises TraceWriteError or TraceDiskFull when that cannot be written. Does nothing once finished.
+        """
+        if self._state != "open":
+            return
+        try:
+            self._flush()
+            with self._failing(self.path / FORWARDS):
+                self._forward_log.flush()
+                self._text_log.flush()
+        finally:
+            self._state = "aborted"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.abort()
+            return
+        # Whatever goes wrong while saving the rest must not replace the exception that ended the run.
+        with suppress(Exception):
+            self.abort()
+
+    def _table(self, table: tuple[int, ...], columns: int) -> int:
+        known = self._tables.get(table)
+        if known is None or max(table, default=-1) + 1 != columns:
+            check_table("The batch", np.array(table, np.int32), columns, self._limits)
+            known = self._tables.setdefault(table, len(self._tables))
+        return known
+
+    def _flush(self) -> None:
+        buffer = self._buffer
+        if not buffer:
+            return
+        path = self.path / shard_name(buffer.index)
+        # The logs first: a shard may name only forwards that are on disk.
+        with self._failing(self.path / FORWARDS):
+            self._forward_log.flush()
+            self._text_log.flush()
+        size, crc = 0, 0
+
+        def counted() -> Iterator[memoryview]:
+            nonlocal size, crc
+            for chunk in buffer.chunks():
+                size, crc = size + len(chunk), zlib.crc32(chunk, crc)
+                yield chunk
+
+        with self._failing(path):
+            replace_file(path, counted())
+        # An interrupt anywhere above leads to the same shard being written again, never to rows stored twice.
+        self._shards[buffer.index] = {"name": path.name, "bytes": size, "crc32": crc}
+        self._buffer = Buffer(buffer.index + 1)
+
+    @contextmanager
+    def _failing(self, path: Path) -> Iterator[None]:
+        whole = len(self._shards)
+        try:
+            with writing(
+                path, f"The {whole} shards finished before it stay readable, and the trace is incomplete."
+            ):
+                yield
+        except TraceWriteError:
+            self._state = "failed"
+            with suppress(OSError):
+                path.with_name(f".{path.name}.tmp").unlink(missing_ok=True)
+            raise
+
+    def _must_be_open(self) -> None:
+        if self._state != "open":
+            raise WriterClosed(
+                f"The writer of {self.path} is {self._state}; expected an open one. Record into a new trace instead."
+            )
+
+    @staticmethod
+    def _refuse_reserved(given: Mapping[str, Any]) -> None:
+        reserved = sorted(_RESERVED & set(given))
+        if reserved:
+            raise TraceHeaderError(
+                f"The header given to the writer has {', '.join(reserved)}, which the writer states itself; expected "
+                "other keys. This is a fault of the recorder."
+            )
+
+    @staticmethod
+    def _checked(given: Mapping[str, Any]) -> dict[str, Any]:
+        """The header with its keys in the canonical order and its sites as JSON."""
+        first = ("scenario", "model", "environment", "requests", "sites")
+        header: dict[str, Any] = {"schema": SCHEMA, "complete": False}
+        header |= {key: given.get(key, [] if key in ("requests", "sites") else {}) for key in first}
+        header["sites"] = [site.to_json() if isinstance(site, Site) else site for site in header["sites"]]
+        header |= {
+            "logs": [],
+            "shards": [],
+            "observer": given.get("observer", {}),
+            "notes": given.get("notes", []),
+        }
+        header |= {key: value for key, value in given.items() if key not in header and key != "times"}
+        header["times"] = given.get("times", {})
+        check(header, "The header given to the writer")
+        return header

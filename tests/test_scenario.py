@@ -1,0 +1,298 @@
+"""Scenarios: what is read, what is written back, and what can be changed."""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from detdiff.scenario import Capture, KernelPlan, PathRule, Request, Sampling, Scenario, Schedule
+from detdiff.scenario_flags import CHANGE_KEYS, FILE_KEYS, FLAG_KEYS, REQUEST_KEYS, RULE_KEYS, parse_flags
+
+DOCS = Path(__file__).resolve().parent.parent / "docs" / "scenario.md"
+
+WHOLE = """
+model = "builtin"
+schedule = "continuous"
+layout = "packed"
+active = 4
+row_budget = 512
+prefill_chunk = 64
+kernels = "candle-metal"
+split_rows = 4
+max_tokens = 32
+temperature = 1
+seed = 7
+capture = "window"
+lens = true
+top = 4
+window_requests = ["anchor"]
+window_positions = [3, 9]
+window_sites = ["layers.*.mlp.*"]
+digest = "host"
+memory_mb = 64
+
+[[request]]
+id = "anchor"
+prompt = "In the beginning"
+
+[[request]]
+tokens = [1, 2, 3]
+arrival = 5
+max_tokens = 8
+temperature = 0.0
+ignore_stop = true
+
+[[rule]]
+site = "layers.*.mlp.*"
+phase = "decode"
+rows = "2..8"
+path = "pad:8"
+"""
+
+
+def written(tmp_path: Path, text: str | bytes) -> Path:
+    path = tmp_path / "case.toml"
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
+    return path
+
+
+def minimal(**keys: Any) -> dict[str, Any]:
+    return {"model": "builtin", "request": [{"prompt": "a"}], **keys}
+
+
+def test_every_key_of_a_file_arrives_in_its_place(tmp_path: Path) -> None:
+    assert Scenario.from_toml(written(tmp_path, WHOLE)) == Scenario(
+        model="builtin",
+        requests=(
+            Request("anchor", prompt="In the beginning", max_tokens=32, sampling=Sampling(1.0, 1.0, 7)),
+            Request(
+                "r1",
+                tokens=(1, 2, 3),
+                max_tokens=8,
+                arrival=5,
+                ignore_stop=True,
+                sampling=Sampling(0.0, 1.0, 7),
+            ),
+        ),
+        schedule=Schedule("continuous", "packed", active=4, row_budget=512, prefill_chunk=64),
+        kernels=KernelPlan("candle-metal", 4, (PathRule("layers.*.mlp.*", "decode", "2..8", "pad:8"),)),
+        capture=Capture("window", True, 4, ("anchor",), (3, 9), ("layers.*.mlp.*",), "host", 64),
+    )
+
+
+def test_defaults() -> None:
+    assert Scenario.from_dict(minimal()) == Scenario("builtin", (Request("r0", prompt="a"),))
+
+
+def test_a_default_of_the_run_is_the_default_of_each_request_and_chat_is_for_text_only() -> None:
+    scenario = Scenario.from_dict(
+        {"model": "m", "chat": True, "top_p": 0.5, "request": [{"prompt": "a"}, {"tokens": [1], "top_p": 1}]}
+    )
+    assert [request.chat for request in scenario.requests] == [True, False]
+    assert [request.sampling.top_p for request in scenario.requests] == [0.5, 1.0]
+
+
+characters = st.characters(exclude_categories=["Cs"])
+names = st.text(st.characters(exclude_categories=["Cs", "Cc", "Zl", "Zp"]), min_size=1, max_size=12)
+positive = st.integers(1, 2**31 - 1)
+natural = st.integers(0, 2**31 - 1)
+
+
+@st.composite
+def scenarios(draw: st.DrawFn) -> Scenario:
+    kind: Any = draw(st.sampled_from(["serial", "static", "continuous"]))
+    layout: Any = draw(st.sampled_from(["padded", "packed"]))
+    requests = []
+    for name in draw(st.lists(names, min_size=1, max_size=4, unique=True)):
+        is_text = draw(st.booleans())
+        sampling = st.builds(
+            Sampling, st.floats(0, 1e300), st.floats(0, 1, exclude_min=True), st.integers(0, 2**63 - 1)
+        )
+        requests.append(
+            Request(
+                name,
+                prompt=draw(st.text(characters, min_size=1)) if is_text else None,
+                tokens=None if is_text else tuple(draw(st.lists(natural, min_size=1, max_size=5))),
+                chat=is_text and draw(st.booleans()),
+                max_tokens=draw(positive),
+                arrival=0 if kind == "static" else draw(natural),
+                ignore_stop=draw(st.booleans()),
+                sampling=draw(sampling),
+            )
+        )
+    level: Any = draw(st.sampled_from(["digest", "full", "window"]))
+    window = level == "window"
+    rules = st.builds(
+        PathRule,
+        site=st.text(characters, min_size=1, max_size=8),
+        phase=st.sampled_from(["any", "prefill", "decode", "mixed"]),
+        rows=st.sampled_from(["1", "2..8", "9.."]),
+        path=st.sampled_from(["native", "rows", "pad:8", "candle-metal/mv"]),
+        second_last=st.sampled_from(["1..", "2.."]),
+    )
+    profile = st.none() | names.filter(lambda name: name != "native")
+    return Scenario(
+        model=draw(names),
+        requests=tuple(requests),
+        schedule=Schedule(
+            kind,
+            layout,
+            active=draw(st.none() | positive) if kind == "continuous" else None,
+            row_budget=draw(st.none() | positive) if layout == "packed" else None,
+            prefill_chunk=draw(positive),
+        ),
+        kernels=KernelPlan(
+            draw(profile), draw(st.none() | positive), tuple(draw(st.lists(rules, max_size=2)))
+        ),
+        capture=Capture(
+            level,
+            lens=draw(st.booleans()),
+            top=draw(st.integers(2, 100)),
+            requests=(requests[0].id,) if window and draw(st.booleans()) else (),
+            positions=(0, draw(natural)) if window and draw(st.booleans()) else None,
+            sites=tuple(draw(st.lists(st.text(characters, min_size=1), max_size=2))) if window else (),
+            digest=draw(st.sampled_from(["auto", "host", "device"])),
+            memory_mb=draw(positive),
+        ),
+    )
+
+
+@given(scenarios())
+def test_the_dict_survives_json_and_gives_the_scenario_back(scenario: Scenario) -> None:
+    keys = json.loads(json.dumps(scenario.to_dict()))
+    assert keys == scenario.to_dict()
+    assert Scenario.from_dict(keys) == scenario
+    assert list(Scenario.from_dict(keys).to_dict()) == list(keys)
+
+
+@given(scenarios())
+def test_the_toml_gives_the_scenario_back(scenario: Scenario) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "case.toml"
+        path.write_bytes(scenario.to_toml().encode())
+        assert Scenario.from_toml(path).with_changes(model=scenario.model) == scenario.with_changes(
+            model=scenario.model
+        )
+        # A model name that looks like a path is resolved on reading; all else is as it was.
+        assert Scenario.from_dict({**Scenario.from_toml(path).to_dict(), "model": scenario.model}) == scenario
+
+
+def test_the_limits_themselves_are_allowed() -> None:
+    scenario = Scenario.from_dict(
+        minimal(
+            layout="packed",
+            schedule="static",
+            active=1,
+            row_budget=1,
+            top=2,
+            top_p=1,
+            seed=2**63 - 1,
+            max_tokens=1,
+        )
+    )
+    assert scenario.requests[0].sampling.seed == 2**63 - 1 and scenario.schedule.row_budget == 1
+
+
+def test_a_file_may_start_with_a_byte_order_mark_and_use_any_line_ends(tmp_path: Path) -> None:
+    plain = Scenario.from_toml(written(tmp_path, WHOLE))
+    assert (
+        Scenario.from_toml(written(tmp_path, b"\xef\xbb\xbf" + WHOLE.replace("\n", "\r\n").encode())) == plain
+    )
+
+
+def test_a_model_directory_is_looked_for_beside_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "models" / "tiny").mkdir(parents=True)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+
+    def model(name: str) -> str:
+        path = written(tmp_path, f'model = "{name}"\n[[request]]\nprompt = "a"')
+        return Scenario.from_toml(Path("..") / path.name).model
+
+    assert model("models/tiny") == str(tmp_path / "models" / "tiny")
+    assert model("./missing") == str(tmp_path / "missing")
+    assert model("builtin") == "builtin"
+    assert model("owner/name") == "owner/name"
+
+
+def test_flags_say_what_a_file_says(tmp_path: Path) -> None:
+    by_flags = Scenario.from_flags(
+        "builtin",
+        ["In the beginning"],
+        "schedule=continuous layout=packed active=4 row_budget=512 prefill_chunk=64 "
+        "kernels=candle-metal split_rows=4 max_tokens=32 temperature=1 seed=7 capture=window lens top=4 window_requests=r0 "
+        "window_positions=3..9 window_sites='layers.*.mlp.*' digest=host memory_mb=64 tokens=1,2,3 arrivals=0,5",
+    )
+    text = WHOLE.partition("[[rule]]")[0].replace("anchor", "r0")
+    text = text.replace("max_tokens = 8\ntemperature = 0.0\nignore_stop = true", "")
+    assert by_flags == Scenario.from_toml(written(tmp_path, text))
+
+
+def test_flags_split_as_a_shell_does_and_read_each_type() -> None:
+    assert parse_flags(
+        "lens ignore_stop=false 'kernels=a b' window_sites=x,y tokens=1,2;3 top_p=.5 window_positions=1,2"
+    ) == {
+        "lens": True,
+        "ignore_stop": False,
+        "kernels": "a b",
+        "window_sites": ("x", "y"),
+        "tokens": ([1, 2], [3]),
+        "top_p": 0.5,
+        "window_positions": (1, 2),
+    }
+
+
+@given(scenarios())
+def test_changing_nothing_changes_nothing(scenario: Scenario) -> None:
+    assert scenario.with_changes() == scenario
+
+
+def test_changes_reach_every_request_and_none_is_the_default(tmp_path: Path) -> None:
+    scenario = Scenario.from_toml(written(tmp_path, WHOLE))
+    changed = scenario.with_changes(
+        max_tokens=3, chat=True, arrivals=[1, 2], row_budget=None, kernels=None, split_rows=None, lens=False
+    )
+    assert [(r.max_tokens, r.chat, r.arrival) for r in changed.requests] == [(3, True, 1), (3, False, 2)]
+    assert changed.schedule == Schedule("continuous", "packed", active=4, prefill_chunk=64)
+    assert changed.kernels == KernelPlan(rules=scenario.kernels.rules)
+    assert not changed.capture.lens and changed.capture.positions == (3, 9)
+    assert [r.arrival for r in changed.with_changes(arrivals=None).requests] == [0, 0]
+    assert scenario == Scenario.from_toml(tmp_path / "case.toml")
+
+
+def test_a_plan_is_native_only_when_nothing_can_leave_the_native_path() -> None:
+    assert KernelPlan().is_native and KernelPlan("native").is_native
+    assert KernelPlan(rules=(PathRule(path="native"),)).is_native
+    assert not KernelPlan("candle-metal").is_native
+    assert not KernelPlan(split_rows=1).is_native
+    assert not KernelPlan(rules=(PathRule(path="native"), PathRule(path="rows"))).is_native
+
+
+def test_a_rule_holds_inside_its_ranges() -> None:
+    cases = {"4": [4], "2..4": [2, 3, 4], "4..": [4, 5, 6], "1..": [1, 2, 3, 4, 5, 6]}
+    for rows, holding in cases.items():
+        assert [n for n in range(1, 7) if PathRule(rows=rows).holds(n)] == holding
+    # Two rows, packed [1, 2, K] and padded [2, 1, K].
+    packed_only = PathRule(rows="2..", second_last="2..")
+    assert packed_only.holds(2, 2) and not packed_only.holds(2, 1) and not packed_only.holds(1, 1)
+    with pytest.raises(ValueError, match="not given"):
+        packed_only.holds(2)
+
+
+def test_the_page_names_every_key_and_its_file_and_flags_can_be_run(tmp_path: Path) -> None:
+    page = DOCS.read_text(encoding="utf-8")
+    for name in {*FILE_KEYS, *REQUEST_KEYS, *RULE_KEYS, *CHANGE_KEYS, *FLAG_KEYS}:
+        assert f"`{name}`" in page, f"docs/scenario.md does not explain {name}"
+    files = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
+    assert files and all(Scenario.from_toml(written(tmp_path, text)) for text in files)
+    flags = re.findall(r'--[ab] "([^"]*)"', page)
+    assert flags and all(Scenario.from_flags("builtin", ["a", "b"], text) for text in flags)

@@ -1,0 +1,225 @@
+"""Scenarios that cannot be run: each is refused by its own error, in words that name the place and the way out."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from detdiff.errors import (
+    PromptAmbiguous,
+    PromptMissing,
+    RequestIdRepeated,
+    RequestsMissing,
+    ScenarioConflict,
+    ScenarioError,
+    ScenarioFileError,
+    ScenarioFlagError,
+    ScenarioKeyMissing,
+    ScenarioKeyUnknown,
+    ScenarioRangeError,
+    ScenarioTypeError,
+)
+from detdiff.scenario import Scenario
+from detdiff.scenario_flags import FILE_KEYS, REQUEST_KEYS, RULE_KEYS
+
+
+def minimal(**keys: Any) -> dict[str, Any]:
+    return {"model": "builtin", "request": [{"prompt": "a"}], **keys}
+
+
+@given(st.text(st.sampled_from("aeio_pst"), min_size=1, max_size=9))
+def test_any_key_that_does_not_exist_is_refused_at_every_level(name: str) -> None:
+    places = (
+        (FILE_KEYS, minimal(**{name: 1})),
+        (REQUEST_KEYS, minimal(request=[{"prompt": "a", name: 1}])),
+        (RULE_KEYS, minimal(rule=[{name: 1}])),
+    )
+    for known, keys in places:
+        if name not in known:
+            with pytest.raises(ScenarioKeyUnknown, match=repr(name)):
+                Scenario.from_dict(keys)
+
+
+REFUSED: list[tuple[dict[str, Any], type[ScenarioError], str]] = [
+    (
+        minimal(max_token=3),
+        ScenarioKeyUnknown,
+        r"case: there is no key 'max_token' here; did you mean 'max_tokens'\?",
+    ),
+    (minimal(zzzzz=3), ScenarioKeyUnknown, "the known ones are model, schedule, layout"),
+    (minimal(request=[{"promt": "a"}]), ScenarioKeyUnknown, "case: request 1: .* did you mean 'prompt'"),
+    (minimal(request=[{"prompt": "a", "layout": "packed"}]), ScenarioKeyUnknown, "request 1: .*'layout'"),
+    (minimal(rule=[{"paths": "rows"}]), ScenarioKeyUnknown, "rule 1: .* did you mean 'path'"),
+    ({"request": [{"prompt": "a"}]}, ScenarioKeyMissing, "no model"),
+    (minimal(model=3), ScenarioTypeError, "model takes a string, and 3 "),
+    (minimal(active="4"), ScenarioTypeError, "active takes an integer, and '4' "),
+    (minimal(active=True), ScenarioTypeError, "active takes an integer, and True "),
+    (minimal(active=4.0), ScenarioTypeError, "active takes an integer, and 4.0 "),
+    (minimal(lens=1), ScenarioTypeError, "lens takes true or false, and 1 "),
+    (minimal(temperature="hot"), ScenarioTypeError, "temperature takes a number"),
+    (minimal(window_positions=[1, 2, 3]), ScenarioTypeError, "window_positions takes a pair of integers"),
+    (minimal(window_sites="lm_head"), ScenarioTypeError, "window_sites takes a list of strings"),
+    (minimal(request={"prompt": "a"}), ScenarioTypeError, "request takes a list of tables"),
+    (
+        minimal(request=[{"tokens": [1, "2"]}]),
+        ScenarioTypeError,
+        "request 1: tokens takes a list of integers",
+    ),
+    (minimal(model=""), ScenarioRangeError, "model is empty"),
+    (minimal(model="a\0b"), ScenarioRangeError, "control characters"),
+    (minimal(schedule="serail"), ScenarioRangeError, "schedule is 'serail'; did you mean 'serial'"),
+    (minimal(layout="ragged"), ScenarioRangeError, "layout is 'ragged'"),
+    (minimal(schedule="continuous", active=0), ScenarioRangeError, "active is 0; it must be 1 or more"),
+    (minimal(prefill_chunk=0), ScenarioRangeError, "prefill_chunk is 0"),
+    (minimal(layout="packed", row_budget=-1), ScenarioRangeError, "row_budget is -1"),
+    (minimal(split_rows=0), ScenarioRangeError, "split_rows is 0"),
+    (minimal(kernels=""), ScenarioRangeError, "kernels is empty"),
+    (minimal(capture="all"), ScenarioRangeError, "capture is 'all'"),
+    (minimal(digest="gpu"), ScenarioRangeError, "digest is 'gpu'"),
+    (minimal(top=1), ScenarioRangeError, "top is 1; it must be 2 or more"),
+    (minimal(memory_mb=0), ScenarioRangeError, "memory_mb is 0"),
+    (minimal(capture="window", window_positions=[5, 4]), ScenarioRangeError, r"window_positions is \[5, 4\]"),
+    (minimal(capture="window", window_requests=["r1"]), ScenarioRangeError, "'r1', which is no request"),
+    (minimal(capture="window", window_sites=[""]), ScenarioRangeError, "an entry of window_sites is empty"),
+    (minimal(max_tokens=0), ScenarioRangeError, "request 1: max_tokens is 0; it must be 1 or more"),
+    (
+        minimal(request=[{"id": "x", "prompt": "a", "max_tokens": -2}]),
+        ScenarioRangeError,
+        r"request 1 \('x'\): max_tokens",
+    ),
+    (minimal(max_tokens=2**31), ScenarioRangeError, "or less"),
+    (minimal(temperature=-0.1), ScenarioRangeError, "temperature is -0.1"),
+    (minimal(temperature=float("nan")), ScenarioRangeError, "temperature is nan"),
+    (minimal(temperature=float("inf")), ScenarioRangeError, "temperature is inf"),
+    (minimal(top_p=0), ScenarioRangeError, "top_p is 0.0"),
+    (minimal(top_p=1.01), ScenarioRangeError, "top_p is 1.01"),
+    (minimal(seed=-1), ScenarioRangeError, "seed is -1"),
+    (minimal(seed=2**63), ScenarioRangeError, "seed is"),
+    (minimal(request=[{"prompt": "a", "arrival": -1}]), ScenarioRangeError, "arrival is -1"),
+    (minimal(request=[{"tokens": [1, -5]}]), ScenarioRangeError, "a token id is -5"),
+    (minimal(request=[{"prompt": "a\ud800"}]), ScenarioRangeError, "not valid Unicode"),
+    (minimal(request=[{"id": "", "prompt": "a"}]), ScenarioRangeError, "id is empty"),
+    (minimal(request=[{"id": "a\nb", "prompt": "a"}]), ScenarioRangeError, "control characters"),
+    (minimal(rule=[{"rows": "x"}]), ScenarioRangeError, "rule 1: rows is 'x'; it must be like"),
+    (minimal(rule=[{"rows": "0..2"}]), ScenarioRangeError, "no call can have"),
+    (minimal(rule=[{"rows": "8..2"}]), ScenarioRangeError, "smaller end first"),
+    (minimal(rule=[{"second_last": "..2"}]), ScenarioRangeError, "second_last is"),
+    (minimal(rule=[{"phase": "decoding"}]), ScenarioRangeError, "did you mean 'decode'"),
+    (minimal(rule=[{"path": "pad:0"}]), ScenarioRangeError, "path is 'pad:0'"),
+    (minimal(rule=[{"path": "row"}]), ScenarioRangeError, "must be native, rows, pad:N"),
+    (minimal(rule=[{"site": ""}]), ScenarioRangeError, "site is empty"),
+    (minimal(row_budget=8), ScenarioConflict, "layout is padded"),
+    (minimal(active=2), ScenarioConflict, "schedule is serial"),
+    (
+        minimal(schedule="static", request=[{"prompt": "a", "arrival": 1}]),
+        ScenarioConflict,
+        "'r0' arrives at forward 1",
+    ),
+    (
+        minimal(schedule="static", active=1, request=[{"prompt": "a"}] * 2),
+        ScenarioConflict,
+        "starts all 2 requests",
+    ),
+    (minimal(window_positions=[0, 1]), ScenarioConflict, "need capture window"),
+    (minimal(request=[{"tokens": [1], "chat": True}]), ScenarioConflict, "chat needs a prompt that is text"),
+    (minimal(request=[]), RequestsMissing, "no request"),
+    ({"model": "builtin"}, RequestsMissing, "no request"),
+    (minimal(request=[{"prompt": ""}]), PromptMissing, "prompt is empty"),
+    (minimal(request=[{"tokens": []}]), PromptMissing, "tokens is empty"),
+    (minimal(request=[{"id": "x"}]), PromptMissing, "neither prompt nor tokens"),
+    (minimal(request=[{"prompt": "a", "tokens": [1]}]), PromptAmbiguous, "both prompt and tokens"),
+    (
+        minimal(request=[{"id": "x", "prompt": "a"}] * 2),
+        RequestIdRepeated,
+        "requests 1 and 2 both have the id 'x'",
+    ),
+    (minimal(request=[{"prompt": "a"}, {"id": "r0", "prompt": "a"}]), RequestIdRepeated, "'r0'"),
+]
+
+
+@pytest.mark.parametrize(
+    ("keys", "error", "text"), REFUSED, ids=[f"{i}-{case[2][:30]}" for i, case in enumerate(REFUSED)]
+)
+def test_what_cannot_be_run_is_refused(keys: dict[str, Any], error: type[ScenarioError], text: str) -> None:
+    with pytest.raises(error, match=text) as caught:
+        Scenario.from_dict(keys, where="case")
+    message = str(caught.value)
+    assert caught.type is error and error.exit_code == 2
+    assert message.startswith("case: ") and "\n" not in message and message[-1] in ".?"
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (b"model = x", r"not a TOML file .*line 1"),
+        (b'model = "a"\nmodel = "b"', "not a TOML file"),
+        (b'model = "\xff"', "byte 9 is not UTF-8"),
+        (b"x = " + b"[" * 100_000, "not a TOML file"),
+        (b"active = " + b"9" * 10_000, "not a TOML file"),
+    ],
+)
+def test_a_broken_file_is_named(tmp_path: Path, content: bytes, text: str) -> None:
+    path = tmp_path / "case.toml"
+    path.write_bytes(content)
+    with pytest.raises(ScenarioFileError, match=text) as caught:
+        Scenario.from_toml(path)
+    assert str(caught.value).startswith(f"{path}: ")
+
+
+def test_a_missing_file_and_a_folder_are_named(tmp_path: Path) -> None:
+    for path in (tmp_path / "none.toml", tmp_path):
+        with pytest.raises(ScenarioFileError, match=re.escape(str(path)) + ": cannot be read"):
+            Scenario.from_toml(path)
+
+
+@pytest.mark.parametrize(
+    ("flags", "error", "text"),
+    [
+        (
+            "shedule=serial",
+            ScenarioKeyUnknown,
+            "flags: there is no key 'shedule' here; did you mean 'schedule'",
+        ),
+        ("active", ScenarioFlagError, "flags: active has no value and takes an integer; write active=VALUE"),
+        ("active=2 active=3", ScenarioFlagError, "active is given twice"),
+        ("kernels='a", ScenarioFlagError, "cannot be split into words"),
+        ("active=many", ScenarioTypeError, "active takes an integer, and 'many'"),
+        ("lens=yes", ScenarioTypeError, "lens takes true or false, and 'yes'"),
+        ("tokens=1,x", ScenarioTypeError, "tokens takes lists of token ids"),
+        ("tokens=", ScenarioTypeError, "tokens takes lists of token ids"),
+        ("arrivals=0,1", ScenarioConflict, "arrivals has 2 numbers and there are 1 requests"),
+        ("active=2", ScenarioConflict, "flags: active is 2 and schedule is serial"),
+    ],
+)
+def test_flags_that_cannot_be_read_are_refused(flags: str, error: type[ScenarioError], text: str) -> None:
+    with pytest.raises(error, match=text) as caught:
+        Scenario.from_flags("builtin", ["a"], flags)
+    assert caught.type is error
+
+
+def test_flags_without_a_prompt_have_no_request() -> None:
+    with pytest.raises(RequestsMissing):
+        Scenario.from_flags("builtin", [], "")
+
+
+@pytest.mark.parametrize(
+    ("keys", "error"),
+    [
+        ({"max_token": 3}, ScenarioKeyUnknown),
+        ({"max_token": None}, ScenarioKeyUnknown),
+        ({"max_tokens": 0}, ScenarioRangeError),
+        ({"max_tokens": "3"}, ScenarioTypeError),
+        ({"schedule": "serial"}, ScenarioConflict),
+        ({"arrivals": [1]}, ScenarioConflict),
+    ],
+)
+def test_changes_are_checked(keys: dict[str, Any], error: type[ScenarioError]) -> None:
+    with pytest.raises(error, match="^changes: "):
+        Scenario.from_dict(
+            minimal(schedule="continuous", active=4) | {"request": [{"prompt": "a"}] * 2}
+        ).with_changes(**keys)

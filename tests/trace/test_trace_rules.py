@@ -1,0 +1,425 @@
+"""The malformed corpus: each rule of docs/trace-format.md is broken once, and its own exception must say so."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import trace_samples as samples
+
+from detdiff import errors
+from detdiff.trace import Generated, Rows, Site, Trace, TraceWriter, Value
+
+DOCS = Path(__file__).parents[2] / "docs" / "trace-format.md"
+Damage = Callable[[Path], Any]
+
+
+def header_field(key: str, value: Any) -> Damage:
+    return lambda path: samples.edit_json(path, lambda header: header.update({key: value}))
+
+
+def site_field(place: int, key: str, value: Any) -> Damage:
+    return lambda path: samples.edit_json(path, lambda header: header["sites"][place].update({key: value}))
+
+
+def forward_field(line: int, key: str, value: Any) -> Damage:
+    return lambda path: samples.edit_lines(path, "forwards.jsonl", lambda lines: lines[line].update({key: value}))
+
+
+def element(name: str, place: int, value: float, shard: int = 0) -> Damage:
+    return lambda path: samples.set_element(path, name, place, value, shard)
+
+
+def tensor_field(name: str, key: str, value: Any) -> Damage:
+    return lambda path: samples.edit_shard(path, lambda header, _: header[name].update({key: value}))
+
+
+def without(name: str) -> Damage:
+    """Removes a tensor and closes the hole it leaves."""
+
+    def damage(path: Path) -> None:
+        header, data = samples.split_shard(path)
+        start, stop = header.pop(name)["data_offsets"]
+        del data[start:stop]
+        for entry in header.values():
+            if entry["data_offsets"][0] >= stop:
+                entry["data_offsets"] = [offset - (stop - start) for offset in entry["data_offsets"]]
+        samples.join_shard(path, header, data)
+
+    return damage
+
+
+def renamed(name: str, to: str) -> Damage:
+    """Renames a tensor, and with values their rows."""
+    names = {name: to, f"{name}.rows": f"{to}.rows"}
+    return lambda path: samples.edit_shard(
+        path, lambda header, _: {names.get(key, key): entry for key, entry in header.items()}
+    )
+
+
+def with_file(name: str, content: bytes | None) -> Damage:
+    def damage(path: Path) -> None:
+        (path / name).unlink()
+        if content is not None:
+            (path / name).write_bytes(content)
+
+    return damage
+
+
+def linked(name: str) -> Damage:
+    """The same bytes outside the directory, and a link to them."""
+
+    def damage(path: Path) -> None:
+        (path / name).rename(path.parent / "elsewhere")
+        (path / name).symlink_to(path.parent / "elsewhere")
+
+    return damage
+
+
+def claim(length: int) -> Damage:
+    def damage(path: Path) -> None:
+        file = path / "shard-00000.safetensors"
+        file.write_bytes(length.to_bytes(8, "little") + file.read_bytes()[8:])
+        samples.reseal(path)
+
+    return damage
+
+
+def raw_header(text: bytes) -> Damage:
+    def damage(path: Path) -> None:
+        _, data = samples.split_shard(path)
+        (path / "shard-00000.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data)
+        samples.reseal(path)
+
+    return damage
+
+
+def shard_entry(key: str, value: Any) -> Damage:
+    return lambda path: samples.edit_json(path, lambda header: header["shards"][0].update({key: value}))
+
+
+def flipped(name: str) -> Damage:
+    def damage(path: Path) -> None:
+        raw = bytearray((path / name).read_bytes())
+        raw[-10] ^= 1
+        (path / name).write_bytes(raw)
+
+    return damage
+
+
+def appended(name: str, content: bytes, seal: bool = True) -> Damage:
+    def damage(path: Path) -> None:
+        with open(path / name, "ab") as file:
+            file.write(content)
+        if seal:
+            samples.reseal(path)
+
+    return damage
+
+
+def extra_dimension(header: dict[str, Any], _: bytearray) -> None:
+    header["digest/0"]["shape"].append(1)
+
+
+CASES: dict[str, tuple[type[errors.TraceError], Damage]] = {
+    "no trace.json": (errors.NotATrace, with_file("trace.json", None)),
+    "trace.json is a link": (errors.NotATrace, linked("trace.json")),
+    "trace.json is empty": (errors.TraceHeaderError, with_file("trace.json", b"")),
+    "trace.json is a list": (errors.TraceHeaderError, with_file("trace.json", b"[]")),
+    "trace.json repeats a key": (errors.TraceHeaderError, with_file("trace.json", b'{"schema":1,"schema":1}')),
+    "trace.json is nested deeply": (errors.TraceHeaderError, with_file("trace.json", b"[" * 100_000)),
+    "trace.json is not UTF-8": (errors.TraceHeaderError, with_file("trace.json", b'"\xff"')),
+    "complete is a number": (errors.TraceHeaderError, header_field("complete", 1)),
+    "a note is a number": (errors.TraceHeaderError, header_field("notes", [1])),
+    "schema 2": (errors.TraceSchemaError, header_field("schema", 2)),
+    "schema as text": (errors.TraceSchemaError, header_field("schema", "1")),
+    "no sites": (errors.SiteListError, header_field("sites", [])),
+    "a site is text": (errors.SiteListError, header_field("sites", ["norm"])),
+    "a site's layer is text": (errors.SiteListError, site_field(1, "layer", "0")),
+    "a site has a field too many": (errors.SiteListError, site_field(1, "color", 0)),
+    "two sites of one name": (errors.SiteListError, site_field(0, "name", "layers.0.mlp.up")),
+    "two ports of one name": (errors.SiteListError, site_field(3, "inputs", ["k", "k"])),
+    "a parent that comes first": (errors.SiteListError, site_field(2, "parent", "embed_tokens")),
+    "requests with one id": (errors.RequestListError, header_field("requests", [{"id": "a", "tokens": []}] * 2)),
+    "a token too large": (errors.RequestListError, header_field("requests", [{"id": "a", "tokens": [1 << 31]}])),
+    "no forwards.jsonl": (errors.LogMissing, with_file("forwards.jsonl", None)),
+    "texts.jsonl is a link": (errors.LogMissing, linked("texts.jsonl")),
+    "forwards.jsonl is longer": (errors.LogSizeError, appended("forwards.jsonl", b"{}\n", seal=False)),
+    "a log is not listed": (errors.LogSizeError, header_field("logs", [])),
+    "a half line": (errors.LogLineError, appended("forwards.jsonl", b'{"forward":')),
+    "a line is not JSON": (errors.LogLineError, appended("texts.jsonl", b"[1,\n")),
+    "a line holds NaN": (errors.LogLineError, appended("texts.jsonl", b'[NaN,"a"]\n')),
+    "an unknown line": (errors.ForwardLineError, appended("forwards.jsonl", b'{"more":1}\n')),
+    "a forward is skipped": (errors.ForwardLineError, forward_field(2, "forward", 2)),
+    "an unknown plan": (errors.ForwardLineError, forward_field(1, "plan", 1)),
+    "a shape of three": (errors.ForwardLineError, forward_field(1, "shape", [1, 2, 3])),
+    "an unknown layout": (errors.ForwardLineError, forward_field(1, "layout", "loose")),
+    "rows of no request": (errors.ForwardLineError, forward_field(1, "rows", [{"request": 2}])),
+    "events as text": (errors.ForwardLineError, forward_field(1, "events", "none")),
+    "a plan is skipped": (errors.PlanLineError, forward_field(0, "plan", 1)),
+    "a call of no site": (errors.PlanLineError, forward_field(0, "calls", [{"path": "native", "sites": "4"}])),
+    "a call without a path": (errors.PlanLineError, forward_field(0, "calls", [{"sites": "1"}])),
+    "a text without an id": (errors.TextLineError, appended("texts.jsonl", b'["a","b"]\n')),
+    "two texts of one id": (errors.TextLineError, appended("texts.jsonl", b'[7,"eight"]\n')),
+    "a name with ..": (errors.ShardNameError, shard_entry("name", "../shard-00000.safetensors")),
+    "an absolute name": (errors.ShardNameError, shard_entry("name", "/etc/passwd")),
+    "a negative size": (errors.ShardNameError, shard_entry("bytes", -1)),
+    "a shard deleted": (errors.ShardMissing, with_file("shard-00001.safetensors", None)),
+    "a shard is a link": (errors.ShardMissing, linked("shard-00001.safetensors")),
+    "a shard cut": (errors.ShardSizeError, with_file("shard-00001.safetensors", b"\0" * 100)),
+    "a header of 2^60 bytes": (errors.ShardLengthError, claim(1 << 60)),
+    "a header of no bytes": (errors.ShardLengthError, claim(0)),
+    "a header that is not JSON": (errors.ShardHeaderError, raw_header(b"{nothing}")),
+    "a header that is a list": (errors.ShardHeaderError, raw_header(b"[]")),
+    "a tensor without dtype": (errors.ShardHeaderError, raw_header(b'{"a":{"shape":[],"data_offsets":[0,0]}}')),
+    "a negative offset": (errors.ShardHeaderError, tensor_field("digest/0", "data_offsets", [-1, 5])),
+    "a shape of true": (errors.ShardHeaderError, tensor_field("digest/0", "shape", [True])),
+    "an unknown tensor": (errors.TensorNameError, renamed("row.slot", "row.sloth")),
+    "the name of a group": (errors.TensorNameError, renamed("row.slot", "table")),
+    "a number with a zero": (errors.TensorNameError, renamed("digest/0", "digest/00")),
+    "metadata": (errors.ShardHeaderError, raw_header(b'{"__metadata__":{"a":"b"}}')),
+    "values of no column": (errors.TensorNameError, renamed("value/0/0", "value/0/9")),
+    "an unknown dtype": (errors.TensorTypeError, tensor_field("digest/0", "dtype", "U65")),
+    "digests as I64": (errors.TensorTypeError, tensor_field("digest/0", "dtype", "I64")),
+    "a shape of 2^61": (errors.TensorOffsetError, tensor_field("digest/0", "shape", [1 << 61, 7])),
+    "a tensor too short": (errors.TensorOffsetError, tensor_field("row.slot", "shape", [1])),
+    "bytes after the last": (errors.TensorOffsetError, appended("shard-00000.safetensors", b"\0")),
+    "no row.table": (errors.TensorMissing, without("row.table")),
+    "no top logits": (errors.TensorMissing, without("gen.top_logits")),
+    "no lens.contested": (errors.TensorMissing, without("lens.contested")),
+    "no table for a digest": (errors.TensorMissing, without("table/0")),
+    "no rows for values": (errors.TensorMissing, without("value/0/1.rows")),
+    "one dimension too many": (errors.TensorShapeError, lambda path: samples.edit_shard(path, extra_dimension)),
+    "rows in two dimensions": (errors.TensorShapeError, tensor_field("row.slot", "shape", [2, 2])),
+    "top-k of another length": (errors.TensorShapeError, tensor_field("gen.top_ids", "shape", [2, 4])),
+    "contested of three": (errors.TensorShapeError, tensor_field("lens.contested", "shape", [4, 2, 1])),
+    "a column beyond": (errors.TableError, element("table/0", 0, 7)),
+    "a column below -1": (errors.TableError, element("table/0", 0, -2)),
+    "a column without a port": (errors.TableError, element("table/0", 9, -1)),
+    "a table that changes": (errors.TableError, lambda path: swap_table(path)),
+    "a row of no request": (errors.RowError, element("row.request", 0, 2)),
+    "a row of no forward": (errors.RowError, element("row.forward", 3, 5)),
+    "a row of no table": (errors.RowError, element("row.table", 0, 3)),
+    "a row of another table": (errors.TensorShapeError, element("row.table", 0, 0, shard=1)),
+    "a row of no phase": (errors.RowError, element("row.phase", 1, 4)),
+    "a row before the start": (errors.RowError, element("row.position", 1, -1)),
+    "forwards that go back": (errors.RowError, element("row.forward", 0, 1)),
+    "shards that go back": (errors.RowError, element("row.forward", 0, 0, shard=2)),
+    "a token of no request": (errors.GeneratedError, element("gen.request", 0, 2)),
+    "top logits that rise": (errors.GeneratedError, element("gen.top_logits", 1, 9.0)),
+    "equal logits by higher id": (errors.GeneratedError, element("gen.top_ids", 2, 10)),
+    "a token generated twice": (errors.GeneratedError, element("gen.index", 0, 1)),
+    "rows of values that go back": (errors.ValueRowsError, element("value/0/0.rows", 1, 0)),
+    "rows of values beyond": (errors.ValueRowsError, element("value/0/1.rows", 1, 4)),
+    "rows of another table": (errors.ValueRowsError, element("value/0/1.rows", 0, 1, shard=1)),
+    "a changed shard": (errors.ChecksumError, flipped("shard-00000.safetensors")),
+    "a changed log": (errors.ChecksumError, flipped("forwards.jsonl")),
+}
+"""What is broken, the rule's exception, and how to break it in a trace that is whole."""
+
+
+def swap_table(path: Path) -> None:
+    """Two ports change columns in the first shard only."""
+    samples.set_element(path, "table/0", 0, 1)
+    samples.set_element(path, "table/0", 1, 0)
+
+
+def one_paragraph(error: errors.TraceError) -> bool:
+    text = str(error)
+    return "\n" not in text and len(text) > 60 and text.endswith(".")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_broken_rule_raises_its_own_exception(case: str, tmp_path: Path) -> None:
+    expected, damage = CASES[case]
+    path = samples.write_sample(tmp_path / "t", forwards=6)
+    assert samples.read_all(Trace.open(path)) == 12
+    damage(path)
+    with pytest.raises(errors.TraceError) as caught:
+        samples.read_all(Trace.open(path))
+    assert type(caught.value) is expected
+    assert one_paragraph(caught.value)
+    assert caught.value.exit_code == 2
+
+
+def test_a_read_that_the_system_refuses(tmp_path: Path) -> None:
+    path = samples.write_sample(tmp_path / "t")
+    trace = Trace.open(path)
+    (path / "shard-00000.safetensors").unlink()
+    with pytest.raises(errors.TraceReadError, match="shard-00000") as caught:
+        trace.fetch(0, 0)
+    assert one_paragraph(caught.value)
+
+
+def test_a_shard_that_shrinks_while_it_is_open(tmp_path: Path) -> None:
+    path = samples.write_sample(tmp_path / "t")
+    trace = Trace.open(path)
+    os.truncate(path / "shard-00000.safetensors", trace.shards[0].tensors["digest/0"].offset + 12)
+    for read in (lambda: trace.fetch(0, 0), lambda: trace.digests(np.array([1, 0]))):
+        with pytest.raises(errors.ShardSizeError, match="Something else writes") as caught:
+            read()
+        assert one_paragraph(caught.value)
+
+
+@pytest.fixture
+def writer(tmp_path: Path) -> Iterator[TraceWriter]:
+    """A writer with one plan and one forward."""
+    with TraceWriter(tmp_path / "t", samples.HEADER) as writer:
+        writer.forward(samples.forward_line(0, writer.plan(samples.CALLS)))
+        yield writer
+
+
+def rows(**changes: Any) -> Callable[[TraceWriter], None]:
+    return lambda writer: writer.rows(replace(samples.batch(0), **changes))
+
+
+def value(value: Value, column: int = 0) -> Callable[[TraceWriter], None]:
+    return rows(values={column: value})
+
+
+def generated(**changes: Any) -> Callable[[TraceWriter], None]:
+    return lambda writer: writer.generated(replace(samples.tokens(0), **changes))
+
+
+def forward(**changes: Any) -> Callable[[TraceWriter], None]:
+    return lambda writer: writer.forward({**samples.forward_line(1), **changes})
+
+
+def twice(writer: TraceWriter) -> None:
+    writer.generated(samples.tokens(0))
+    writer.generated(samples.tokens(0))
+
+
+def other_top(writer: TraceWriter) -> None:
+    writer.generated(samples.tokens(0))
+    none = samples.tokens(0, lens=False)
+    writer.generated(replace(none, index=none.index + 1))
+
+
+def back(writer: TraceWriter) -> None:
+    writer.forward(samples.forward_line(1))
+    writer.rows(samples.batch(1))
+    writer.rows(samples.batch(0))
+
+
+def two_texts(writer: TraceWriter) -> None:
+    writer.text(1, "a")
+    writer.text(1, "b")
+
+
+F32 = np.zeros((1, 2), np.float32)
+MISUSES: dict[str, tuple[type[errors.TraceError], Callable[[TraceWriter], None]]] = {
+    "rows of a forward not logged": (errors.RowError, lambda writer: writer.rows(samples.batch(1))),
+    "rows that go back": (errors.RowError, back),
+    "rows of no request": (errors.RowError, rows(request=np.array([0, 2], np.int32))),
+    "too few digests": (errors.TensorShapeError, rows(digests=np.zeros((1, 7), np.uint64))),
+    "too few positions": (errors.TensorShapeError, rows(position=np.zeros(1, np.int32))),
+    "too few columns": (errors.TableError, rows(digests=np.zeros((2, 6), np.uint64), values={})),
+    "too few ports": (errors.TableError, rows(table=(0, 1, 2, 3, 4, 5, 6))),
+    "values of another dtype": (errors.TensorTypeError, value(Value(np.array([0]), F32, "F16"))),
+    "values of no dtype": (errors.TensorTypeError, value(Value(np.array([0]), F32, "float32"))),
+    "values for more rows": (errors.TensorShapeError, value(Value(np.array([0, 1]), F32, "F32"))),
+    "values of no column": (errors.ValueRowsError, value(Value(np.array([0]), F32, "F32"), 7)),
+    "values of no row": (errors.ValueRowsError, value(Value(np.array([2]), F32, "F32"))),
+    "a token of no forward": (errors.GeneratedError, generated(forward=np.array([0, 1], np.int32))),
+    "a token twice": (errors.GeneratedError, twice),
+    "another top-k": (errors.GeneratedError, other_top),
+    "too few logits": (errors.TensorShapeError, generated(top_logits=np.zeros((2, 1), np.float32))),
+    "a forward twice": (errors.ForwardLineError, forward(forward=0)),
+    "a forward of no plan": (errors.ForwardLineError, forward(plan=1)),
+    "a forward that JSON cannot hold": (errors.LogLineError, forward(events=[{"x": float("nan")}])),
+    "a plan of no site": (errors.PlanLineError, lambda writer: writer.plan([{"path": "native", "sites": "4"}]) and None),
+    "a plan that JSON cannot hold": (errors.LogLineError, lambda writer: writer.plan([{"path": b""}]) and None),
+    "two texts": (errors.TextLineError, two_texts),
+    "a reserved key": (errors.TraceHeaderError, lambda writer: writer.finish(shards=[])),
+    "a header that JSON cannot hold": (errors.TraceHeaderError, lambda writer: writer.finish(observer={"x": {1}})),
+}
+
+
+@pytest.mark.parametrize("case", MISUSES)
+def test_the_writer_refuses_what_would_break_a_rule(case: str, writer: TraceWriter) -> None:
+    expected, misuse = MISUSES[case]
+    with pytest.raises(errors.TraceError) as caught:
+        misuse(writer)
+    assert type(caught.value) is expected
+    assert one_paragraph(caught.value)
+    # What was refused left nothing behind.
+    writer.finish()
+    samples.read_all(Trace.open(writer.path))
+
+
+@pytest.mark.parametrize("header", [{"sites": []}, {"sites": [Site("a", "norm", 0, ("x",), ("x",))]}])
+def test_the_writer_refuses_bad_sites(header: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(errors.SiteListError):
+        TraceWriter(tmp_path / "t", {**samples.HEADER, **header})
+    assert not (tmp_path / "t").exists()
+
+
+def test_a_trace_is_never_written_over(tmp_path: Path) -> None:
+    path = samples.write_sample(tmp_path / "t")
+    before = {file.name: file.read_bytes() for file in path.iterdir()}
+    for place in (path, path / "trace.json"):
+        with pytest.raises(errors.TraceExists) as caught:
+            TraceWriter(place, samples.HEADER)
+        assert one_paragraph(caught.value)
+    assert before == {file.name: file.read_bytes() for file in path.iterdir()}
+    (tmp_path / "empty").mkdir()
+    samples.write_sample(tmp_path / "empty")
+
+
+def test_a_path_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(errors.TraceWriteError, match="Nothing was recorded") as caught:
+        TraceWriter(tmp_path / "file" / "t", samples.HEADER)
+    assert type(caught.value) is errors.TraceWriteError and one_paragraph(caught.value)
+
+
+def test_a_finished_writer_is_closed(tmp_path: Path) -> None:
+    with TraceWriter(tmp_path / "t", samples.HEADER) as writer:
+        writer.finish()
+        empty = np.empty(0, np.int32)
+        token = Generated(empty, empty, empty, empty, empty, empty.reshape(0, 1), np.empty((0, 1), np.float32))
+        none = Rows(empty, empty, empty, empty, empty, empty, samples.FULL, np.empty((0, 7), np.uint64))
+        uses: list[Callable[[], Any]] = [
+            writer.finish,
+            lambda: writer.rows(none),
+            lambda: writer.generated(token),
+            lambda: writer.text(1, ""),
+            lambda: writer.forward({}),
+            lambda: writer.plan([]),
+        ]
+        for use in uses:
+            with pytest.raises(errors.WriterClosed) as caught:
+                use()
+            assert one_paragraph(caught.value)
+        writer.abort()
+    assert Trace.open(tmp_path / "t").complete
+
+
+def all_rules() -> set[type[errors.TraceError]]:
+    found: set[type[errors.TraceError]] = set()
+    todo = [errors.TraceError]
+    while todo:
+        todo += [rule for rule in todo.pop().__subclasses__() if rule not in found and not found.add(rule)]
+    return found
+
+
+def test_every_rule_has_a_malformed_trace_or_a_test_of_its_own() -> None:
+    own = {
+        errors.TraceReadError,  # test_a_read_that_the_system_refuses
+        errors.TraceExists,  # test_a_trace_is_never_written_over
+        errors.TraceWriteError,  # test_a_path_that_cannot_be_made
+        errors.TraceDiskFull,  # test_trace_damage.py
+        errors.WriterClosed,  # test_a_finished_writer_is_closed
+    }
+    assert {expected for expected, _ in CASES.values()} | own == all_rules()
+
+
+def test_the_page_of_the_format_names_every_rule() -> None:
+    text = DOCS.read_text()
+    assert {rule.__name__ for rule in all_rules() if f"`{rule.__name__}`" not in text} == set()

