@@ -1,7 +1,7 @@
 """Times the reference kernels against MLX's own matmul: ``python -m benchmarks.kernels``.
 
-The two run in turn, so that whatever else the machine does falls on both; figures are medians, and the ratio is the
-median of the pairs' ratios. Weights are staged beforehand, as in a run.
+The two run in turn, so that whatever else the machine does falls on both; figures are medians, and the ratio
+is the median of the pairs' ratios. Weights are staged beforehand, as in a run.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def run() -> list[dict[str, Any]]:
                 x = random.standard_normal((m, k), dtype=np.float32)
                 native_x = mx.array(x)
                 pairs = _pairs(
-                    lambda x=x, staged=staged, reference=reference: reference(x, staged),  # type: ignore[misc]
+                    lambda x=x, w=staged, reference=reference: reference(x, w),  # type: ignore[misc]
                     lambda x=native_x, w=native_weight: mx.eval(mx.matmul(x, w.T)),  # type: ignore[misc]
                 )
                 ours, native = (median(side) for side in zip(*pairs, strict=True))

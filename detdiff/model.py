@@ -35,7 +35,7 @@ __all__ = [
     "locate",
 ]
 
-BUILTIN = "builtin"
+BUILTIN = ("builtin", "builtin-draft")
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 
@@ -57,7 +57,7 @@ class LoadedModel:
 
 
 def load(spec: str) -> LoadedModel:
-    """Load the model that `spec` names: ``builtin``, a directory, or a hub id.
+    """Load the model that `spec` names: ``builtin`` or ``builtin-draft``, a directory, or a hub id.
 
     Raises:
         ModelError: a subclass per broken rule of a model directory.
@@ -75,10 +75,10 @@ def locate(spec: str) -> Path:
     A spec is a path when something of that name exists or when it is written like one (``./x``, ``~/x``,
     ``a/b/c``).
     """
-    if spec == BUILTIN:
+    if spec in BUILTIN:
         from detdiff.models import builtin_path
 
-        return Path(builtin_path())
+        return builtin_path(spec)
     path = Path(spec).expanduser()
     if path.exists() or not HUB_ID.fullmatch(spec):
         return path

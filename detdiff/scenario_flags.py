@@ -186,7 +186,7 @@ def parse_flags(flags: str) -> dict[str, Any]:
 
 
 def toml_text(keys: Mapping[str, Any]) -> str:
-    """``keys`` as TOML: plain values and lists first, then a ``[[name]]`` for each entry of a list of tables."""
+    """``keys`` as TOML: plain values and lists first, then a ``[[name]]`` for each table of a list."""
     plain = {name: value for name, value in keys.items() if not TABLES.check(value)}
     lines = [f"{name} = {_toml_value(value)}" for name, value in plain.items()]
     for name, tables in keys.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -136,11 +137,11 @@ def test_any_block_bits_keep_their_value(seed: int, kind: str) -> None:
     size = gguf.GGML_QUANT_SIZES[number][1]
     data = rng.integers(0, 256, (2, 3 * size), dtype=np.uint8)
     for offset in (0, 2) if kind == "Q4_1" else (0,):
-        scales = rng.normal(0, 1, (2, 3)).astype(np.float16)
-        data.reshape(2, 3, size)[..., offset : offset + 2] = scales[..., None].view(np.uint8)
+        halves = rng.normal(0, 1, (2, 3)).astype(np.float16)
+        data.reshape(2, 3, size)[..., offset : offset + 2] = halves[..., None].view(np.uint8)
     packed = pack(GgufTensor("x.weight", kind, (2, 96), data))
-    arrays = (mx.array(part) for part in (packed.words, packed.scales, packed.biases))
-    values = mx.dequantize(*arrays, group_size=32, bits=packed.bits)
+    words, factors, offsets = mx.array(packed.words), mx.array(packed.scales), mx.array(packed.biases)
+    values = mx.dequantize(words, factors, offsets, 32, packed.bits)
     np.testing.assert_array_equal(np.array(values), dequantize(data, number))
 
 
@@ -160,9 +161,7 @@ def test_the_same_import_gives_the_same_bytes(tmp_path: Path) -> None:
 
 def test_large_models_are_written_in_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = small_gguf("llama")
-    monkeypatch.setattr(
-        importer, "write_shards", lambda *arguments: write_shards(*arguments, shard_bytes=50_000)
-    )
+    monkeypatch.setattr(importer, "write_shards", partial(write_shards, shard_bytes=50_000))
     import_gguf(small.write(tmp_path / "m.gguf"), tmp_path / "m", dtype="f32")
     files = sorted(file.name for file in (tmp_path / "m").glob("*.safetensors"))
     assert len(files) > 2

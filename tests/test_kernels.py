@@ -1,4 +1,4 @@
-"""The reference kernels against a scalar statement of their order, and the forced native paths.
+"""The reference kernels against a scalar statement of their order.
 
 Equality is of bits, except that a NaN equals a NaN: which payload an FMA passes on is not part of an order.
 """
@@ -19,7 +19,6 @@ from pathlib import Path
 from threading import Event, current_thread
 from typing import Any
 
-import mlx.core as mx
 import numpy as np
 import pytest
 from hypothesis import given
@@ -27,7 +26,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import detdiff_kernels
-from detdiff_kernels import BadOperand, UnknownKernel, forced, kernel, kernel_names
+from detdiff_kernels import BadOperand, Kernel, Order, UnknownKernel, kernel, kernel_names
 from detdiff_kernels.threads import share
 
 Float32 = NDArray[np.float32]
@@ -81,7 +80,7 @@ STATEMENTS = {
     "candle-metal/mv": Statement(lanes=32, values=4, half_weights=False),
     "candle-metal/mm": Statement(lanes=1, values=1, half_weights=True),
 }
-# Where halves, floats and sums change their behaviour: zeros, the smallest and largest numbers, ties, specials.
+# Where halves, floats and sums change their behaviour: zeros, smallest and largest numbers, ties.
 EDGES = [
     0.0,
     1.0,
@@ -174,6 +173,22 @@ def test_a_kernel_computes_what_its_statement_says(name: str, pair: tuple[Float3
     assert differing(product(name, x, w), STATEMENTS[name](x, w)) == 0
 
 
+OTHERS = [
+    (Order(16, 3, "float16"), Statement(16, 3, half_weights=True)),
+    (Order(1, 1, "float32"), Statement(1, 1, half_weights=False)),
+]
+
+
+@pytest.mark.parametrize(("order", "statement"), OTHERS)
+@given(pair=operands())
+def test_an_order_is_all_that_a_kernel_needs(
+    order: Order, statement: Statement, pair: tuple[Float32, Float32]
+) -> None:
+    x, w = pair
+    other = Kernel("test/other", order, "made up", "inferred")
+    assert differing(other(x, other.stage(w)), statement(x, w)) == 0
+
+
 MUTATIONS = [
     ("candle-metal/mv", {"lanes": 16}),
     ("candle-metal/mv", {"values": 1}),
@@ -231,7 +246,7 @@ def test_half_weights_overflow_to_infinity_and_keep_subnormals() -> None:
 
 @pytest.mark.parametrize(("k", "sign"), [(128, True), (127, False), (256, True), (255, False)])
 def test_a_missing_item_turns_a_negative_zero_positive(k: int, sign: bool) -> None:
-    """Every product underflows to -0.0; where one lane's last item is missing, its +0.0 product shows in the sum."""
+    """Every product underflows to -0.0; where a lane's last item is missing, its +0.0 shows in the sum."""
     x, w = np.full((1, k), -(2.0**-100), np.float32), np.full((1, k), 2.0**-100, np.float32)
     assert np.signbit(product("candle-metal/mv", x, w)[0, 0]) == sign
     assert differing(product("candle-metal/mv", x, w), STATEMENTS["candle-metal/mv"](x, w)) == 0
@@ -332,66 +347,6 @@ def test_two_threads_share_work() -> None:
 
     share(work, 8, cost=1 << 40)
     assert len(set(seen)) > 1
-
-
-class Spy:
-    """An operation x @ w.T that adds the number of rows it was called with, so that a path shows in the values."""
-
-    def __init__(self, weight: Any) -> None:
-        self.weight = weight
-        self.inputs: list[Any] = []
-
-    def __call__(self, x: Any) -> Any:
-        self.inputs.append(x)
-        return x @ self.weight.T + float(math.prod(x.shape[:-1]))
-
-
-BACKENDS = [pytest.param((np, np.array), id="numpy"), pytest.param((mx, mx.array), id="mlx")]
-SHAPES = [(5, 6), (1, 5, 6), (5, 1, 6), (1, 2, 3, 6), (6,)]
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_rows_calls_the_operation_on_each_row_alone(backend: tuple[Any, Any], shape: tuple[int, ...]) -> None:
-    xp, array = backend
-    x, spy = array(normals(*shape)), Spy(array(normals(4, 6, seed=1)))
-    got = forced.rows(spy, x, xp)
-    flat = np.array(x).reshape(-1, 6)
-    assert [tuple(part.shape) for part in spy.inputs] == [(1, 1, 6)] * len(flat)
-    alone = [np.array(Spy(spy.weight)(array(row.reshape(1, 1, 6))))[0, 0] for row in flat]
-    assert tuple(got.shape) == (*shape[:-1], 4)
-    assert differing(np.array(got).reshape(-1, 4), np.stack(alone)) == 0
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_padded_calls_the_operation_once_on_n_rows(backend: tuple[Any, Any], shape: tuple[int, ...]) -> None:
-    xp, array = backend
-    x, spy = array(normals(*shape)), Spy(array(normals(4, 6, seed=1)))
-    got = forced.padded(spy, x, 8, xp)
-    flat = np.array(x).reshape(-1, 6)
-    (seen,) = (np.array(part) for part in spy.inputs)
-    assert seen.shape == (1, 8, 6)
-    assert differing(seen[0, : len(flat)], flat) == 0 and not seen[0, len(flat) :].any()
-    assert tuple(got.shape) == (*shape[:-1], 4)
-    expected = np.array(Spy(spy.weight)(array(seen)))[0, : len(flat)]
-    assert differing(np.array(got).reshape(-1, 4), np.ascontiguousarray(expected)) == 0
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("rows", [4, 5])
-def test_padded_leaves_enough_rows_unchanged(backend: tuple[Any, Any], rows: int) -> None:
-    xp, array = backend
-    x, spy = array(normals(rows, 1, 6)), Spy(array(normals(4, 6, seed=1)))
-    assert tuple(forced.padded(spy, x, 4, xp).shape) == (rows, 1, 4)
-    assert spy.inputs[0] is x
-
-
-@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
-def test_forced_paths_keep_the_dtype(dtype: Any) -> None:
-    x = mx.array(normals(3, 1, 6)).astype(dtype)
-    for got in (forced.rows(lambda part: part, x, mx), forced.padded(lambda part: part, x, 8, mx)):
-        assert got.dtype == dtype and mx.array_equal(got, x).item()
 
 
 def test_choosing_needs_neither_numba_nor_mlx_nor_detdiff() -> None:

@@ -278,6 +278,11 @@ def test_spec_that_looks_like_a_path_never_reaches_for_the_hub(tmp_path: Path) -
         assert locate(spec) == Path(spec).expanduser()
 
 
+@pytest.mark.parametrize("name", ["builtin", "builtin-draft"])
+def test_built_in_models_are_found_by_name(name: str) -> None:
+    assert identity(locate(name))["name"] == name
+
+
 def test_existing_directory_wins_over_a_hub_id(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(directory.parent)
     assert locate("model") == Path("model")

@@ -229,8 +229,9 @@ def test_flags_say_what_a_file_says(tmp_path: Path) -> None:
         "builtin",
         ["In the beginning"],
         "schedule=continuous layout=packed active=4 row_budget=512 prefill_chunk=64 "
-        "kernels=candle-metal split_rows=4 max_tokens=32 temperature=1 seed=7 capture=window lens top=4 window_requests=r0 "
-        "window_positions=3..9 window_sites='layers.*.mlp.*' digest=host memory_mb=64 tokens=1,2,3 arrivals=0,5",
+        "kernels=candle-metal split_rows=4 max_tokens=32 temperature=1 seed=7 capture=window lens top=4 "
+        "window_requests=r0 window_positions=3..9 window_sites='layers.*.mlp.*' digest=host "
+        "memory_mb=64 tokens=1,2,3 arrivals=0,5",
     )
     text = WHOLE.partition("[[rule]]")[0].replace("anchor", "r0")
     text = text.replace("max_tokens = 8\ntemperature = 0.0\nignore_stop = true", "")

@@ -1,4 +1,4 @@
-"""Scenarios that cannot be run: each is refused by its own error, in words that name the place and the way out."""
+"""Scenarios that cannot be run: each has its own error, whose words name the place and the way out."""
 
 from __future__ import annotations
 

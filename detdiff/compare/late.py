@@ -1,4 +1,4 @@
-"""Origins that only the whole pass can settle: those of recurrent states, changed entries and visible sets."""
+"""Origins that only the whole pass can settle, since they depend on what earlier rows of the request did."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from .details import Found
 from .ports import CommonPorts
 from .rows import RowPairs
-from .rules import judge
+from .rules import ROOT, Judged, judge
 from .scan import Scanner
 from .tally import NEVER, Tally
 
@@ -26,16 +26,19 @@ class LateRules:
         """The settled origins, in no particular order."""
         found = []
         for number in range(len(self._tally.lasting)):
-            found += [*self._lasting(number), *self._visible(number)]
+            found += [*self._lasting(number), *self._visible(number), *self._pending(number)]
         return found
 
     def place_of(self, found: Found) -> int:
         """The site that orders an origin: for a composite, the first one inside that differs."""
         if found.how != "composite":
             return found.place
-        block = self._scanner.pair(found.row)
-        judged = judge(self._ports, block.columns, np.ascontiguousarray(block.differ.T))
-        return int(judged.first[found.place][0])
+        first = self._judged(found.row).first.get(found.place)
+        return found.place if first is None else int(first[0])
+
+    def _judged(self, row: int) -> Judged:
+        block = self._scanner.pair(row)
+        return judge(self._ports, block.columns, np.ascontiguousarray(block.differ.T))
 
     def _lasting(self, number: int) -> Iterator[Found]:
         """The first row at which a state or a cache differs by itself; later rows inherit it."""
@@ -45,6 +48,25 @@ class LateRules:
                 yield Found(key & _LOW, place, "changed")
             elif int(self._tally.touched[number, place]) >> 32 >= key >> 32:
                 yield Found(key & _LOW, place, "composite")
+
+    def _pending(self, number: int) -> Iterator[Found]:
+        """Births inside a composite in a row whose attention read a difference: its own entry, or an earlier one.
+
+        Only a row before which no entry differs can have such a birth, so the first candidate decides.
+        """
+        claimed: dict[int, list[int]] = {}
+        sites = range(len(self._ports.sites))
+        for place in (*sites, ROOT):
+            key = int(self._tally.pending[number, place])
+            if key == NEVER:
+                continue
+            row, position = key & _LOW, key >> 32
+            inside = sites if place == ROOT else self._ports.sites[place].descendants
+            layers = {self._ports.sites[n].site.layer for n in self._judged(row).unclear if n in inside}
+            earlier = any(self._explained_from(number, layer) < position for layer in layers)
+            if not earlier and not any(n in inside for n in claimed.get(row, ())):
+                claimed.setdefault(row, []).append(place)
+                yield Found(row, place, "composite")
 
     def _visible(self, number: int) -> Iterator[Found]:
         """Rows that read other entries although every entry up to them was written alike.

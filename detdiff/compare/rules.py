@@ -27,13 +27,16 @@ class Judged:
 
     ``origins`` are final. ``lasting`` are origins unless an earlier row of the request already differed there, since
     a recurrent state or a changed cache entry carries on. ``carried`` rows had a difference come in through the
-    cache. ``touched`` sites differ at any port. ``first`` int64 [rows] gives, for a composite's origin, the first
+    cache. ``unclear`` rows read a difference that may be their own entry; ``pending`` are origins unless it was not.
+    ``touched`` sites differ at any port. ``first`` int64 [rows] gives, for a composite's origin, the first
     site inside that differs. ``blind`` rows differ and no origin can be named, as an input was not recorded.
     """
 
     origins: dict[int, Mask] = field(default_factory=dict)
     lasting: dict[int, Mask] = field(default_factory=dict)
     carried: dict[int, Mask] = field(default_factory=dict)
+    unclear: dict[int, Mask] = field(default_factory=dict)
+    pending: dict[int, Mask] = field(default_factory=dict)
     touched: dict[int, Mask] = field(default_factory=dict)
     first: dict[int, NDArray[np.int64]] = field(default_factory=dict)
     blind: int = 0
@@ -53,9 +56,10 @@ class _Block:
         self.ports = ports
         self.pair = columns.pair
         self.differ = differ
-        self.active = differ.any(axis=1)
+        self.active: Mask = np.any(differ, axis=1)
         self.judged = Judged()
         self.inputs: dict[int, Mask] = {}
+        self.written: dict[int | None, Mask] = {}
 
     def visit(self, place: int) -> None:
         site = self.ports.sites[place]
@@ -64,6 +68,8 @@ class _Block:
             self.inputs[place] = entering
         if site.carrying:
             self._note_carried(place, site)
+        if site.site.kind == "cache_write" and leaving is not None:
+            self.written[site.site.layer] = _either(self.written.get(site.site.layer), leaving)
         composite = bool(site.descendants) or site.stateful
         if composite:
             self._composite(place, site, leaving)
@@ -80,9 +86,8 @@ class _Block:
             return
         if self._blind(everything):
             self.judged.blind = int(np.count_nonzero(mask))
-        elif mask.any():
-            self.judged.origins[ROOT] = mask
-            self.judged.first[ROOT] = self._first_touched(everything, ROOT)
+        else:
+            self._claim(ROOT, mask, everything)
 
     def _composite(self, place: int, site: CommonSite, leaving: Mask | None) -> None:
         mask = self._born_between(site.descendants, leaving)
@@ -90,9 +95,7 @@ class _Block:
             return
         if place in self.inputs:
             mask = mask & ~self.inputs[place]
-        if mask.any():
-            self.judged.first[place] = self._first_touched(site.descendants, place)
-        self._claim(place, mask, lasting=site.stateful)
+        self._claim(place, mask, site.descendants, lasting=site.stateful)
 
     def _born_between(self, inside: tuple[int, ...] | range, leaving: Mask | None) -> Mask | None:
         """Rows that differ inside, or at ``leaving``, without a cause inside; None where no row differs."""
@@ -110,15 +113,32 @@ class _Block:
                     mask &= ~causes[place]
         return mask
 
-    def _claim(self, place: int, mask: Mask, lasting: bool) -> None:
-        if mask.any():
-            (self.judged.lasting if lasting else self.judged.origins)[place] = mask
+    def _claim(
+        self, place: int, mask: Mask, inside: tuple[int, ...] | range = (), lasting: bool = False
+    ) -> None:
+        if not mask.any():
+            return
+        if inside:
+            self.judged.first[place] = self._first_touched(inside, place)
+        for other in inside:
+            if other in self.judged.unclear:
+                unclear = mask & self.judged.unclear[other]
+                if unclear.any():
+                    self.judged.pending[place] = _either(self.judged.pending.get(place), unclear)
+                    mask = mask & ~unclear
+        (self.judged.lasting if lasting else self.judged.origins)[place] = mask
 
     def _note_carried(self, place: int, site: CommonSite) -> None:
         names = self.ports.names
         mask = self._any(tuple(p for p in site.inputs if names[p].endswith((".kv", ".written"))))
-        if mask is not None:
+        if mask is None:
+            return
+        # What a row reads has its own entry in it, so where that differs an earlier one need not.
+        own = self.written.get(site.site.layer)
+        if own is None:
             self.judged.carried[place] = mask
+        else:
+            self.judged.carried[place], self.judged.unclear[place] = mask & ~own, mask & own
 
     def _first_touched(self, inside: tuple[int, ...] | range, itself: int) -> NDArray[np.int64]:
         first = np.full(self.differ.shape[1], itself, dtype=np.int64)

@@ -25,8 +25,8 @@ class Tally:
     ``differing`` and ``compared`` int32 [n] count digests per row; ``origins`` int32 [n] origins per row.
     ``entries`` and ``present`` uint16 [cache and state sites, n] count differing and compared cache entries per row.
     ``layer_differing`` and ``layer_compared`` int64 [r, layers].
-    ``carried``, ``lasting``, ``touched`` int64 [r, s] hold the smallest position << 32 | row place at which that
-    happened, or NEVER. ``counts`` counts origins by (request, plan a, plan b, site).
+    ``carried``, ``lasting``, ``touched`` int64 [r, s], and ``pending`` [r, s + 1] with ROOT last, hold the smallest
+    position << 32 | row place at which that happened, or NEVER. ``counts`` counts origins by (request, plan a, plan b, site).
     ``first`` holds per request (forward a, place of the first differing site, row place, site) of the first origin.
     """
 
@@ -55,6 +55,7 @@ class Tally:
         self.carried = np.full((requests, sites), NEVER, dtype=np.int64)
         self.lasting = np.full((requests, sites), NEVER, dtype=np.int64)
         self.touched = np.full((requests, sites), NEVER, dtype=np.int64)
+        self.pending = np.full((requests, sites + 1), NEVER, dtype=np.int64)
         self.counts: Counter[tuple[int, int, int, int]] = Counter()
         self.first: dict[int, tuple[int, int, int, int]] = {}
         self.one_sided = 0
@@ -119,6 +120,8 @@ class Tally:
             np.minimum.at(self.carried[:, place], request[mask], key[mask])
         for place, mask in judged.lasting.items():
             np.minimum.at(self.lasting[:, place], request[mask], key[mask])
+        for place, mask in judged.pending.items():
+            np.minimum.at(self.pending[:, place], request[mask], key[mask])
         for place, site in enumerate(self._ports.sites):
             if not site.stateful:
                 continue

@@ -8,7 +8,8 @@ from itertools import accumulate
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
+import numpy as np
+from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import make_prompt_cache
 
 from detdiff.instrument import Session
@@ -51,7 +52,7 @@ class PackedEngine:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._model: nn.Module = session.model
+        self._model: Module = session.model
         self._splitter = Splitter()
         self._caches: dict[int, list[Any]] = {}
         self._next: Forward | None = None
@@ -91,7 +92,7 @@ class PackedEngine:
             logprobs = scores - mx.logsumexp(scores, axis=-1, keepdims=True)
             tokens.append(share.work.sampler(logprobs))
         mx.eval(tokens)
-        return [int(t.item()) for t in tokens]
+        return [token for sampled in tokens for token in _ids(sampled)]
 
     def logits(self, shares: Sequence[Share]) -> mx.array:
         """Logits [1, answering shares, V] of one forward; the caches then hold its rows (lazily)."""
@@ -129,3 +130,7 @@ class PackedEngine:
                 selected.append(column - 1)
         chosen = tuple(selected) if selected and self._session.sites.head is not None else None
         return Forward(self.forwards, "packed", (1, column), tuple(segments), tokens, chosen, bool(selected))
+
+
+def _ids(sampled: mx.array) -> list[int]:
+    return [int(token) for token in np.asarray(sampled)]

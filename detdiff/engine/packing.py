@@ -58,7 +58,9 @@ class PackedCache:
     def make_mask(self, rows: int, **options: Any) -> PackedMask:
         """Each request's own mask for its own rows; ``rows`` must be all of them."""
         if rows != sum(self._counts):
-            raise ValueError(f"a mask for {rows} rows was asked for where the forward has {sum(self._counts)}")
+            raise ValueError(
+                f"a mask for {rows} rows was asked for where the forward has {sum(self._counts)}"
+            )
         options.setdefault("return_array", False)
         options.setdefault("window_size", None)
         pairs = zip(self.lanes, self._counts, strict=True)
@@ -84,7 +86,9 @@ class Splitter:
 
     def _split(self, array: mx.array, what: str) -> list[mx.array]:
         if array.ndim != 4 or array.shape[2] != sum(self.counts):
-            raise ValueError(f"{what} has the shape {array.shape}; expected [1, heads, {sum(self.counts)}, width]")
+            raise ValueError(
+                f"{what} has the shape {array.shape}; expected [1, heads, {sum(self.counts)}, width]"
+            )
         result = []
         start = 0
         for count in self.counts:
@@ -127,7 +131,9 @@ def refuse_unpackable(model: Any) -> None:
     for layer, cache in enumerate(make_prompt_cache(model)):
         if not hasattr(cache, "update_and_fetch") or not hasattr(cache, "make_mask"):
             children = model.layers[layer].children() if hasattr(model, "layers") else {}
-            names = [f"layers.{layer}.{name}" for name in children if "norm" not in name and "mlp" not in name]
+            names = [
+                f"layers.{layer}.{name}" for name in children if "norm" not in name and "mlp" not in name
+            ]
             raise LayoutError(
                 f"The module {', '.join(names) or f'layers.{layer}'} keeps its state in {type(cache).__name__}, "
                 "which mixes the rows of a forward in order; only key and value caches can be split by request in the "

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
+from mlx.nn.layers.base import Module
 from mlx_lm.generate import (
     BatchGenerator,
     GenerationBatch,
@@ -76,7 +76,9 @@ class PaddedComposer:
                 work.done = start + count
         self._column += columns
         # generate_step keeps the logits of its last prompt token only; BatchGenerator keeps none of a prompt's.
-        used = not self._prompt and not (len(self._lanes) == 1 and segments[0].start + columns < self._answer_from())
+        used = not self._prompt and not (
+            len(self._lanes) == 1 and segments[0].start + columns < self._answer_from()
+        )
         forward = Forward(self.forwards, "padded", (slots, columns), tuple(segments), inputs, None, used)
         self.forwards += 1
         return forward
@@ -108,7 +110,7 @@ def watched(composer: PaddedComposer) -> Iterator[None]:
 
 
 def run_padded(
-    model: nn.Module, work: list[Work], schedule: Schedule, composer: PaddedComposer, on_token: OnToken
+    model: Module, work: list[Work], schedule: Schedule, composer: PaddedComposer, on_token: OnToken
 ) -> None:
     """Run all requests; serial through ``generate_step``, else through ``BatchGenerator``."""
     if schedule.kind == "serial":
@@ -120,7 +122,7 @@ def run_padded(
 
 
 def _serial(
-    model: nn.Module, work: Work, schedule: Schedule, composer: PaddedComposer, on_token: OnToken
+    model: Module, work: Work, schedule: Schedule, composer: PaddedComposer, on_token: OnToken
 ) -> None:
     composer.serial(work)
     steps = generate_step(
@@ -138,7 +140,7 @@ def _serial(
 
 
 def _batched(
-    model: nn.Module, work: list[Work], schedule: Schedule, composer: PaddedComposer, on_token: OnToken
+    model: Module, work: list[Work], schedule: Schedule, composer: PaddedComposer, on_token: OnToken
 ) -> None:
     limit = len(work) if schedule.active is None else schedule.active
     generator = BatchGenerator(

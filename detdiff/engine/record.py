@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
+from mlx.nn.layers.base import Module
 
 from detdiff.errors import LayoutError
 from detdiff.instrument import Plant, Session
@@ -128,7 +128,8 @@ def _header(scenario: Scenario, loaded: LoadedModel, work: list[Work], session: 
         "model": dict(loaded.identity),
         "environment": environment(),
         "requests": [
-            {"id": w.id, "tokens": list(w.prompt), "max_tokens": w.max_tokens, "arrival": w.arrival} for w in work
+            {"id": w.id, "tokens": list(w.prompt), "max_tokens": w.max_tokens, "arrival": w.arrival}
+            for w in work
         ],
         "sites": [site.to_json() for site in session.sites.sites],
     }
@@ -142,7 +143,7 @@ def _subject(scenario: Scenario, loaded: LoadedModel, work: list[Work], session:
     return Subject(scenario.capture, [w.id for w in work], [len(w.prompt) for w in work], text, lens)
 
 
-def _lens(model: nn.Module, session: Session) -> Callable[[mx.array], mx.array]:
+def _lens(model: Module, session: Session) -> Callable[[mx.array], mx.array]:
     """Final norm and head as one function of hidden rows [rows, D], outside the taps."""
     norm, head = session.module(session.sites.norm), session.module(session.sites.head)
     if norm is None or head is None:

@@ -20,7 +20,8 @@ def sampler(sampling: Sampling) -> Sampler:
     """
     if sampling.temperature == 0:
         # One object for all greedy requests: mlx-lm then samples the whole batch in one call.
-        return greedy_sampler
+        greedy: Sampler = greedy_sampler
+        return greedy
     seed = mx.random.key(sampling.seed)
     index = 0
 

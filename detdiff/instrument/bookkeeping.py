@@ -63,7 +63,9 @@ def summarise(
         groups.setdefault(repr(line), (line, []))[1].append(layer)
         for lane, segment in enumerate(forward.segments):
             place = lane if forward.layout == "packed" else segment.slot
-            if place < len(offset) and offset[place] != segment.start - segment.column * (forward.layout == "padded"):
+            if place < len(offset) and offset[place] != segment.start - segment.column * (
+                forward.layout == "padded"
+            ):
                 events.append(
                     {
                         "kind": "offset",

@@ -76,7 +76,9 @@ class Memory:
             return np.zeros(self.shape, _UNSIGNED[self.itemsize])
         span = sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True)) + self.itemsize
         raw = (ctypes.c_char * span).from_address(self.address)
-        view: NDArray[Any] = np.ndarray(self.shape, _UNSIGNED[self.itemsize], raw, strides=self.strides)
+        view: NDArray[Any] = np.ndarray(
+            self.shape, _UNSIGNED[self.itemsize], memoryview(raw), strides=self.strides
+        )
         view.flags.writeable = False
         return view
 

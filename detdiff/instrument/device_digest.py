@@ -6,7 +6,6 @@ Integer sums are exact in any order, so the numbers equal those of the host (a p
 from __future__ import annotations
 
 import mlx.core as mx
-import numpy as np
 
 from detdiff.trace.digest import coefficients
 
@@ -41,7 +40,7 @@ def _digest_last(array: mx.array) -> mx.array:
             raw = mx.contiguous(mx.pad(raw, widths))
         words = raw.view(mx.uint32)
     total = (words.astype(mx.uint64) * _coefficients(words.shape[-1])).sum(axis=-1)
-    return total + mx.array(np.uint64(constant(dtype, n_bytes)))
+    return total + mx.array(constant(dtype, n_bytes), mx.uint64)
 
 
 def device_rows(array: mx.array, axis: int | None) -> mx.array:

@@ -164,7 +164,9 @@ class Digester:
                 source = None
                 if self._selection is not None and folded.source is not None:
                     source = folded.source(h)
-                columns.append(Column([ports[f"{call.key}.write", name]], present, folded.entries[:, h], source))
+                columns.append(
+                    Column([ports[f"{call.key}.write", name]], present, folded.entries[:, h], source)
+                )
             read = [ports[f"{call.key}.read", "read"]]
             kv = ports.get((f"{call.key.rpartition('.cache')[0]}.attention", "kv"))
             if kv is not None:
@@ -195,7 +197,7 @@ class Digester:
             port_column = np.full(n_ports, -1, np.int64)
             digests = np.empty((len(rows), len(chosen)), np.uint64)
             values: dict[int, Value] = {}
-            for place, c in enumerate(chosen):
+            for place, c in enumerate(chosen.tolist()):
                 column = columns[c]
                 port_column[column.ports] = place
                 within = np.searchsorted(column.present, rows)
@@ -234,4 +236,3 @@ def _value(column: Column, rows: NDArray[Any], within: NDArray[Any], keep: NDArr
     data = view[slots[places], cols[places]].reshape(len(places), -1)
     stored = np.ascontiguousarray(data).view(STORAGE[dtype])
     return Value(taken.astype(np.int32), stored, dtype)
-

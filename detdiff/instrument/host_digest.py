@@ -6,7 +6,8 @@ whose contiguous pieces are not whole 32-bit words.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import Any
 
 import numba
 import numpy as np
@@ -21,6 +22,9 @@ from .buffers import Memory
 UInt64 = NDArray[np.uint64]
 Int64 = NDArray[np.int64]
 
+_WORD_POINTER: Any = types.CPointer(types.uint32)  # type: ignore[attr-defined]
+_BYTE_POINTER: Any = types.CPointer(types.uint8)  # type: ignore[attr-defined]
+
 JOB = 10  # address, slot stride, column stride, three (count, stride) pairs, bytes per contiguous piece
 
 
@@ -31,7 +35,7 @@ def _words(typingctx: Any, address: Any) -> Any:
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
 
-    return types.CPointer(types.uint32)(types.int64), codegen
+    return _WORD_POINTER(types.int64), codegen
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -41,7 +45,7 @@ def _bytes(typingctx: Any, address: Any) -> Any:
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
 
-    return types.CPointer(types.uint8)(types.int64), codegen
+    return _BYTE_POINTER(types.int64), codegen
 
 
 @numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
@@ -153,7 +157,9 @@ def constant(dtype: str, n_bytes: int) -> int:
     return (B_DTYPE * DTYPE_CODES[dtype] + B_LENGTH * n_bytes) & 0xFFFFFFFFFFFFFFFF
 
 
-def digest_jobs(jobs: list[tuple[int, ...]], dtypes: list[str], slots: Int64, columns: Int64) -> UInt64:
+def digest_jobs(
+    jobs: Sequence[tuple[int, ...]], dtypes: Sequence[str], slots: Int64, columns: Int64
+) -> UInt64:
     """Digests uint64 [rows, jobs] of the rows (slot, column) of every job; the arrays must be alive."""
     out = np.empty((len(slots), len(jobs)), np.uint64)
     if not jobs or not len(slots):
@@ -188,7 +194,9 @@ def digest_entries(memory: Memory, slot: int) -> UInt64:
     slot_stride, head_stride, row_stride, item_stride = memory.strides
     piece = width * memory.itemsize
     if piece % 4 or (item_stride != memory.itemsize and width > 1):
-        job = layout_job(Memory(memory.address, memory.shape, memory.strides, memory.itemsize, memory.dtype), 2)
+        job = layout_job(
+            Memory(memory.address, memory.shape, memory.strides, memory.itemsize, memory.dtype), 2
+        )
         assert job is not None
         per_head = [
             (job[0] + h * head_stride, job[1], job[2], 1, 0, 1, 0, width, item_stride, memory.itemsize)
@@ -266,4 +274,4 @@ def fold_entries(
     read = np.empty(count, np.uint64)
     changed = np.empty((64, 2), np.int64)
     n = _fold(found, physical, low, start, count, window, *weights, ledger, written, read, changed)
-    return written, read, cast(Int64, changed[:n])
+    return written, read, changed[:n]

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Literal
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
-from detdiff_kernels import Call, Kernel, Profile, Staged, forced, kernel, kernel_names, profile
+from mlx.nn.layers.base import Module
 from numpy.typing import NDArray
 
 from detdiff.errors import KernelPlanError
 from detdiff.scenario import KernelPlan, PathRule
+from detdiff_kernels import Call, Kernel, Profile, Staged, forced, kernel, kernel_names, profile
 
 NATIVE = "native"
 
@@ -36,7 +36,7 @@ class PathRunner:
     def __init__(self, plan: KernelPlan) -> None:
         self._plan = plan
         self._profile: Profile | None = _profile(plan.profile) if plan.profile else None
-        self._staged: dict[tuple[int, str], tuple[nn.Module, Staged]] = {}
+        self._staged: dict[tuple[int, str], tuple[Module, Staged]] = {}
         self._kernels: dict[str, Kernel] = {}
         for rule in plan.rules:
             self._check(rule)
@@ -59,7 +59,11 @@ class PathRunner:
     def choose(self, site: str, phase: str, call: Call) -> Path:
         """The path of one call at ``site`` in a forward of this ``phase`` (prefill, decode or mixed)."""
         for rule in self._plan.rules:
-            if fnmatchcase(site, rule.site) and rule.phase in ("any", phase) and rule.holds(call.rows, call.second_last):
+            if (
+                fnmatchcase(site, rule.site)
+                and rule.phase in ("any", phase)
+                and rule.holds(call.rows, call.second_last)
+            ):
                 text = f"rule: site {rule.site}, phase {rule.phase}, rows {rule.rows} -> {rule.path}"
                 return Path(_full_name(rule.path), text)
         split = self._plan.split_rows
@@ -70,25 +74,28 @@ class PathRunner:
             return Path("forced/rows", f"split_rows {split}: {call.rows} rows <= {split} -> row by row")
         return Path(NATIVE, "")
 
-    def run(self, path: Path, native: Callable[..., Any], module: nn.Module, x: mx.array) -> mx.array:
+    def run(self, path: Path, native: Callable[..., Any], module: Module, x: mx.array) -> mx.array:
         """The output of ``module`` for ``x`` [..., K], computed on ``path``."""
         family, _, rest = path.name.partition("/")
+        y: mx.array
         if family == NATIVE:
-            y: mx.array = native(x)
+            y = native(x)
             return y
         if family == "forced":
             if rest == "rows":
-                return forced.rows(native, x, mx)
-            return forced.padded(native, x, int(rest.removeprefix("pad:")), mx)
+                y = forced.rows(native, x, mx)
+            else:
+                y = forced.padded(native, x, int(rest.removeprefix("pad:")), mx)
+            return y
         return self._reference(rest, module, x)
 
-    def _reference(self, name: str, module: nn.Module, x: mx.array) -> mx.array:
+    def _reference(self, name: str, module: Module, x: mx.array) -> mx.array:
         staged = self._stage(name, module)
         flat = np.asarray(mx.contiguous(x.astype(mx.float32))).reshape(-1, x.shape[-1])
         y = mx.array(self._kernels[name](flat, staged)).reshape(*x.shape[:-1], -1).astype(x.dtype)
         return y + module["bias"] if "bias" in module else y
 
-    def _stage(self, name: str, module: nn.Module) -> Staged:
+    def _stage(self, name: str, module: Module) -> Staged:
         found = self._staged.get((id(module), name))
         if found is None:
             if name not in self._kernels:
@@ -113,7 +120,7 @@ def _full_name(path: str) -> str:
     return f"reference/{path}"
 
 
-def dense_weight(module: nn.Module) -> NDArray[np.float32]:
+def dense_weight(module: Module) -> NDArray[np.float32]:
     """The weight of a linear, quantised linear or embedding module as float32 [N, K]."""
     weight = module["weight"]
     if "scales" in module:
@@ -129,7 +136,7 @@ def dense_weight(module: nn.Module) -> NDArray[np.float32]:
     return np.asarray(mx.contiguous(weight.astype(mx.float32)))
 
 
-def call_of(x: mx.array, module: nn.Module, op: str, outputs: int) -> Call:
+def call_of(x: mx.array, module: Module, op: Literal["linear", "head"], outputs: int) -> Call:
     """The dispatch facts of a linear call: rows M, second-to-last dimension, K, N, dtype, bits."""
     width = x.shape[-1]
     second_last = x.shape[-2] if x.ndim > 1 else 1

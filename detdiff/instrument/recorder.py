@@ -9,6 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from numpy.typing import NDArray
 
 from detdiff.scenario import Capture
 from detdiff.trace import Generated, Lens, TraceWriter, format_ranges
@@ -61,7 +62,9 @@ class Recorder:
         self._sites = sites
         self._subject = subject
         capture = subject.capture
-        self._on_device = capture.digest == "device" or (capture.digest == "auto" and mx.default_device() == mx.gpu)
+        self._on_device = capture.digest == "device" or (
+            capture.digest == "auto" and mx.default_device() == mx.gpu
+        )
         self._digester = Digester(sites, Selection.of(capture, sites, subject.request_ids))
         self._pending: deque[ForwardRecord] = deque()
         self._record: ForwardRecord | None = None
@@ -87,6 +90,9 @@ class Recorder:
         record = self._record
         if record is None or (not record.forward.logits_used and key == self._sites.head):
             return
+        if kind == "embedding":
+            # Token ids are int32 in mlx-lm's prefill and uint32 in its decode; the same bits are the same input.
+            inputs = [(name, ids.view(mx.int32) if ids.dtype == mx.uint32 else ids) for name, ids in inputs]
         record.add(key, inputs)
         record.add(key, outputs)
         if kind == "state":
@@ -235,8 +241,16 @@ class Recorder:
         native = groups.setdefault(("native", "", slots * columns, columns), [])
         native += rest
         calls = [
-            {"path": path, "rule": rule, "rows": rows, "second_last": second_last, "sites": format_ranges(sites)}
-            for (path, rule, rows, second_last), sites in sorted(groups.items(), key=lambda item: min(item[1]))
+            {
+                "path": path,
+                "rule": rule,
+                "rows": rows,
+                "second_last": second_last,
+                "sites": format_ranges(sites),
+            }
+            for (path, rule, rows, second_last), sites in sorted(
+                groups.items(), key=lambda item: min(item[1])
+            )
         ]
         return self._writer.plan(calls)
 
@@ -272,9 +286,22 @@ class Recorder:
             ids, logits, contested = answer.lens
             self._see(ids.ravel().tolist())
             lens = Lens(ids[None], logits[None], contested[None])
-        numbers = (request, index, token, answer.forward, position)
-        columns = [np.array([n], np.int32) for n in numbers]
-        self._writer.generated(Generated(*columns, answer.ids[None], answer.logits[None], lens))
+
+        def one(number: int) -> NDArray[np.int32]:
+            return np.array([number], np.int32)
+
+        self._writer.generated(
+            Generated(
+                one(request),
+                one(index),
+                one(token),
+                one(answer.forward),
+                one(position),
+                answer.ids[None],
+                answer.logits[None],
+                lens,
+            )
+        )
 
     def _see(self, tokens: Iterable[int]) -> None:
         for token in tokens:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import mlx.core as mx
-import mlx.nn as nn
+from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import ArraysCache
 
 from detdiff.errors import KernelPlanError, LayoutError
@@ -38,7 +38,9 @@ class Recording(Sink, Protocol):
 
     def begin(self, forward: Forward, cache: Sequence[Any]) -> None: ...
     def call(self, key: str, rows: int, second_last: int, path: str, rule: str) -> None: ...
-    def cache_call(self, key: str, keys: mx.array, values: mx.array, calls: list[tuple[Any, Any]]) -> None: ...
+    def cache_call(
+        self, key: str, keys: mx.array, values: mx.array, calls: list[tuple[Any, Any]]
+    ) -> None: ...
     def mask(self, layer: int | None, kind: str) -> None: ...
     def block_done(self, key: str) -> None: ...
     def end(self, forward: Forward, logits: mx.array) -> None: ...
@@ -51,7 +53,7 @@ class Session:
     Entering a session that is already entered raises RuntimeError; after leaving, it can be entered again.
     """
 
-    def __init__(self, model: nn.Module, plan: KernelPlan | None = None, plants: Iterable[Plant] = ()) -> None:
+    def __init__(self, model: Module, plan: KernelPlan | None = None, plants: Iterable[Plant] = ()) -> None:
         self.model = model
         self.paths = PathRunner(plan or KernelPlan())
         self._plants = tuple(plants)
@@ -180,7 +182,9 @@ class Session:
         finally:
             self._reset()
 
-    def leaf(self, name: str, kind: str, native: Callable[..., Any], module: nn.Module, args: Any, kw: Any) -> Any:
+    def leaf(
+        self, name: str, kind: str, native: Callable[..., Any], module: Module, args: Any, kw: Any
+    ) -> Any:
         if not self._active:
             return native(*args, **kw)
         key = self._key(name)
@@ -195,8 +199,6 @@ class Session:
         except Exception:
             self._failed_in = self._failed_in or name
             raise
-        if not isinstance(y, mx.array):
-            return y
         y = self._planted(key, "out", y)
         if self._sink is not None:
             if kind == "switch":
@@ -215,7 +217,7 @@ class Session:
             return x
         return x[:, mx.array(forward.selected, mx.uint32)]
 
-    def _linear(self, key: str, native: Callable[..., Any], module: nn.Module, x: mx.array) -> mx.array:
+    def _linear(self, key: str, native: Callable[..., Any], module: Module, x: mx.array) -> mx.array:
         forward = self.forward
         if forward is None or self.paths.native:
             y: mx.array = native(x)
@@ -299,7 +301,11 @@ class Session:
     def _states(self, name: str, arguments: Sequence[Any]) -> None:
         """Recurrent states, recorded by the innermost module that was given the cache."""
         for cache in arguments:
-            if isinstance(cache, ArraysCache) and id(cache) not in self._states_done and self._sink is not None:
+            if (
+                isinstance(cache, ArraysCache)
+                and id(cache) not in self._states_done
+                and self._sink is not None
+            ):
                 self._states_done.add(id(cache))
                 states = [(str(i), s) for i, s in enumerate(cache.cache) if isinstance(s, mx.array)]
                 self._sink.site(self._key(f"{name}.state"), "state", [], states, name)
@@ -317,7 +323,9 @@ class Session:
             queries = args[0] if args else kw["queries"]
             self._sink.site(key, "attention", [("in", queries)], [("out", y)], self._where)
             if self.recording is not None and self.forward is not None:
-                self.recording.mask(self._layer(key), _mask_kind(kw.get("mask", args[5] if len(args) > 5 else None)))
+                self.recording.mask(
+                    self._layer(key), _mask_kind(kw.get("mask", args[5] if len(args) > 5 else None))
+                )
         return y
 
     def _layer(self, key: str) -> int | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
+from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import make_prompt_cache
 
 from detdiff.errors import LayoutError
@@ -22,7 +22,7 @@ EMBEDDING_CLASSES = ("Embedding", "QuantizedEmbedding")
 SWITCH_CLASSES = ("SwitchLinear", "QuantizedSwitchLinear")
 
 
-def module_kind(module: nn.Module) -> str | None:
+def module_kind(module: Module) -> str | None:
     """The site kind of a leaf module by its class, or None for one that is not tapped."""
     names = [cls.__name__ for cls in type(module).__mro__]
     if any(name in SWITCH_CLASSES for name in names):
@@ -52,7 +52,7 @@ def layer_of(name: str) -> int | None:
     return int(found[1]) if found else None
 
 
-def walk(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+def walk(model: Module) -> Iterator[tuple[str, Module, str]]:
     """(site name, module, kind) of every module worth a tap; composites have the kind "composite"."""
     seen: set[int] = set()
     for path, module in model.named_modules():
@@ -117,7 +117,7 @@ class Discovery:
         self.calls.append(Found(key, kind, inputs, outputs, parent))
 
 
-def probe_length(model: nn.Module) -> int:
+def probe_length(model: Module) -> int:
     """A row count that no weight or configured size of the model has, so that the row axis is unmistakable."""
     taken: set[int] = set()
 
@@ -139,7 +139,7 @@ def probe_length(model: nn.Module) -> int:
     return next(n for n in (5, 7, 11, 13, 17, 19, 23, 29, 31, 37) if n not in taken)
 
 
-def discover(model: nn.Module, install: Callable[[Any], Any]) -> SiteMap:
+def discover(model: Module, install: Callable[[Any], Any]) -> SiteMap:
     """Run one short forward with taps on and read off the sites.
 
     ``install(sink)`` is a context manager that puts the taps on. Raises LayoutError when the model's output
@@ -206,6 +206,8 @@ def _site_map(calls: list[Found], logits: mx.array, length: int) -> SiteMap:
         inputs, outputs = call.inputs, call.outputs
         extra_in = ("kv",) if kind == "attention" else ()
         layer = layer_of(call.key)
+        in_names: tuple[str, ...]
+        out_names: tuple[str, ...]
         if kind == "cache_read":
             in_names, out_names = ("written",), ("read",)
         elif kind == "cache_write":

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any, Protocol
 
-import mlx.nn as nn
+from mlx.nn.layers.base import Module
 from mlx_lm.models import cache as cache_module
 from mlx_lm.models import switch_layers
 
@@ -24,7 +24,9 @@ from .sites import walk
 class Taps(Protocol):
     """What a session answers to the taps; ``native`` is the untapped call."""
 
-    def leaf(self, name: str, kind: str, native: Callable[..., Any], module: nn.Module, args: Any, kw: Any) -> Any: ...
+    def leaf(
+        self, name: str, kind: str, native: Callable[..., Any], module: Module, args: Any, kw: Any
+    ) -> Any: ...
     def composite(self, name: str, native: Callable[..., Any], args: Any, kw: Any) -> Any: ...
     def top(self, native: Callable[..., Any], args: Any, kw: Any) -> Any: ...
     def attention(self, native: Callable[..., Any], args: Any, kw: Any) -> Any: ...
@@ -32,7 +34,7 @@ class Taps(Protocol):
     def gather_sort(self, native: Callable[..., Any], args: Any) -> Any: ...
 
 
-def _swap(stack: contextlib.ExitStack, module: nn.Module, methods: dict[str, Callable[..., Any]]) -> None:
+def _swap(stack: contextlib.ExitStack, module: Module, methods: dict[str, Callable[..., Any]]) -> None:
     original = type(module)
     # The subclass keeps the name: models and quantisers look at class names.
     recording = type(original.__name__, (original,), {"__module__": original.__module__, **methods})
@@ -40,9 +42,11 @@ def _swap(stack: contextlib.ExitStack, module: nn.Module, methods: dict[str, Cal
     stack.callback(_restore_class, module, recording, original)
 
 
-def _restore_class(module: nn.Module, recording: type, original: type) -> None:
+def _restore_class(module: Module, recording: type, original: type) -> None:
     if type(module) is not recording:
-        raise RuntimeError("sessions were left in another order than they were entered; leave the inner one first")
+        raise RuntimeError(
+            "sessions were left in another order than they were entered; leave the inner one first"
+        )
     module.__class__ = original
 
 
@@ -52,7 +56,7 @@ def _set(stack: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None
     stack.callback(setattr, owner, name, previous)
 
 
-def model_modules(model: nn.Module) -> list[ModuleType]:
+def model_modules(model: Module) -> list[ModuleType]:
     """The Python modules that define the model's classes, each once."""
     names = {type(m).__module__ for m in model.modules()}
     return [sys.modules[name] for name in sorted(names) if name in sys.modules]
@@ -65,7 +69,7 @@ def cache_classes() -> list[type]:
 
 
 @contextlib.contextmanager
-def tapped(model: nn.Module, taps: Taps) -> Iterator[None]:
+def tapped(model: Module, taps: Taps) -> Iterator[None]:
     """All taps on ``model`` while the block runs; what was there before is back afterwards."""
     with contextlib.ExitStack() as stack:
         for name, module, kind in list(walk(model)):
@@ -81,35 +85,35 @@ def tapped(model: nn.Module, taps: Taps) -> Iterator[None]:
         yield
 
 
-def _tap_module(stack: contextlib.ExitStack, taps: Taps, name: str, module: nn.Module, kind: str) -> None:
+def _tap_module(stack: contextlib.ExitStack, taps: Taps, name: str, module: Module, kind: str) -> None:
     original = type(module)
     call = original.__call__
     if kind == "composite":
 
-        def composite(self: nn.Module, *args: Any, **kw: Any) -> Any:
+        def composite(self: Module, *args: Any, **kw: Any) -> Any:
             return taps.composite(name, lambda *a, **k: call(self, *a, **k), args, kw)
 
         _swap(stack, module, {"__call__": composite})
         return
 
-    def leaf(self: nn.Module, *args: Any, **kw: Any) -> Any:
+    def leaf(self: Module, *args: Any, **kw: Any) -> Any:
         return taps.leaf(name, kind, lambda *a, **k: call(self, *a, **k), self, args, kw)
 
     methods: dict[str, Callable[..., Any]] = {"__call__": leaf}
     if kind == "embedding" and hasattr(original, "as_linear"):
         linear = original.as_linear
 
-        def as_linear(self: nn.Module, x: Any) -> Any:
+        def as_linear(self: Module, x: Any) -> Any:
             return taps.leaf(f"{name}.as_linear", "as_linear", lambda y: linear(self, y), self, (x,), {})
 
         methods["as_linear"] = as_linear
     _swap(stack, module, methods)
 
 
-def _tap_top(stack: contextlib.ExitStack, taps: Taps, model: nn.Module) -> None:
+def _tap_top(stack: contextlib.ExitStack, taps: Taps, model: Module) -> None:
     call = type(model).__call__
 
-    def top(self: nn.Module, *args: Any, **kw: Any) -> Any:
+    def top(self: Module, *args: Any, **kw: Any) -> Any:
         return taps.top(lambda *a, **k: call(self, *a, **k), args, kw)
 
     _swap(stack, model, {"__call__": top})
@@ -134,7 +138,7 @@ def _tap_cache(stack: contextlib.ExitStack, taps: Taps, cls: Any) -> None:
 
 
 @contextlib.contextmanager
-def tapped_top(model: nn.Module, taps: Taps) -> Iterator[None]:
+def tapped_top(model: Module, taps: Taps) -> Iterator[None]:
     """Only the model call itself is tapped: enough to count forwards, nothing else is touched."""
     with contextlib.ExitStack() as stack:
         _tap_top(stack, taps, model)

@@ -34,8 +34,8 @@ def own_rows(rows: Rows) -> Rows:
         or digests.ndim != 2
     ):
         raise TensorShapeError(
-            f"A batch of rows has fields of the shapes {shapes} and digests of {digests.shape}; expected [n] and "
-            "[n, columns]. This is a fault of the recorder."
+            f"A batch of rows has fields of the shapes {shapes} and digests of {digests.shape}; expected [n] "
+            "and [n, columns]. This is a fault of the recorder."
         )
     values = {}
     for column, value in rows.values.items():
@@ -49,19 +49,19 @@ def _own_value(column: int, value: Value, count: int, columns: int) -> Value:
     storage = STORAGE.get(value.dtype)
     if storage is None or data.dtype.newbyteorder("=") != storage.newbyteorder("="):
         raise TensorTypeError(
-            f"The values of column {column} are {data.dtype} arrays for the dtype {value.dtype!r}; expected {storage}. "
-            "This is a fault of the recorder."
+            f"The values of column {column} are {data.dtype} arrays for the dtype {value.dtype!r}; expected "
+            f"{storage}. This is a fault of the recorder."
         )
     own = _own(value.rows, _INT32)
     if data.shape[:1] != own.shape or own.ndim != 1 or 0 in data.shape:
         raise TensorShapeError(
-            f"The values of column {column} have the shape {data.shape} for rows of shape {own.shape}; expected [m, ...] "
-            "and [m], without a zero. This is a fault of the recorder."
+            f"The values of column {column} have the shape {data.shape} for rows of shape {own.shape}; "
+            "expected [m, ...] and [m], without a zero. This is a fault of the recorder."
         )
     if not 0 <= column < columns or own[0] < 0 or own[-1] >= count or bool((np.diff(own) <= 0).any()):
         raise ValueRowsError(
-            f"The values of column {column} are for the rows {own.tolist()[:8]}; expected ascending rows below {count} "
-            f"and a column below {columns}. This is a fault of the recorder."
+            f"The values of column {column} are for the rows {own.tolist()[:8]}; expected ascending rows "
+            f"below {count} and a column below {columns}. This is a fault of the recorder."
         )
     return Value(own, _own(data, storage), value.dtype)
 
@@ -85,8 +85,8 @@ def own_generated(generated: Generated) -> Generated:
         ok = ok and lens.top_logits.shape == shape and lens.contested.shape == (*shape[:2], 2)
     if not ok:
         raise TensorShapeError(
-            "A batch of generated tokens has arrays that do not fit each other; expected [g], top [g, k], lens "
-            "[g, layers, k] and contested [g, layers, 2]. This is a fault of the recorder."
+            "A batch of generated tokens has arrays that do not fit each other; expected [g], top [g, k], "
+            "lens [g, layers, k] and contested [g, layers, 2]. This is a fault of the recorder."
         )
     return Generated(**own, top_logits=logits, lens=lens)
 

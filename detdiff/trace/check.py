@@ -33,8 +33,8 @@ def check_rows(where: str, rows: Mapping[str, Int32], limits: Limits) -> None:
         bad = _outside(rows[name], above.get(name, _ANY))
         if bad is not None:
             raise RowError(
-                f"{where} has a row with {name} {bad}; expected 0 to {above.get(name, _ANY) - 1}. The trace is "
-                "damaged or was recorded by a faulty recorder: record it again."
+                f"{where} has a row with {name} {bad}; expected 0 to {above.get(name, _ANY) - 1}. The trace "
+                "is damaged or was recorded by a faulty recorder: record it again."
             )
     forward = rows["forward"]
     if len(forward) > 1 and bool((forward[1:] < forward[:-1]).any()):
@@ -48,14 +48,14 @@ def check_table(where: str, table: Int32, columns: int, limits: Limits) -> None:
     """Raises TableError unless every port has a column or -1, and every column a port."""
     if len(table) != limits.ports:
         raise TableError(
-            f"{where} has {len(table)} ports; expected the {limits.ports} ports of the trace's sites. Record the "
-            "trace again."
+            f"{where} has {len(table)} ports; expected the {limits.ports} ports of the trace's sites. Record "
+            "the trace again."
         )
     used = np.unique(table[table != -1])
     if len(used) != columns or not np.array_equal(used, np.arange(columns)):
         raise TableError(
-            f"{where} sends ports to the columns {_short(used)}; expected each of 0 to {columns - 1} at least "
-            "once and -1 for absent ports. Record the trace again."
+            f"{where} sends ports to the columns {_short(used)}; expected each of 0 to {columns - 1} at "
+            "least once and -1 for absent ports. Record the trace again."
         )
 
 
@@ -66,8 +66,9 @@ def check_generated(where: str, generated: Generated, limits: Limits) -> None:
         bad = _outside(getattr(generated, name), above.get(name, _ANY))
         if bad is not None:
             raise GeneratedError(
-                f"{where} has a generated token with {name} {bad}; expected 0 to {above.get(name, _ANY) - 1}. "
-                "The trace is damaged or was recorded by a faulty recorder: record it again."
+                f"{where} has a generated token with {name} {bad}; expected 0 to "
+                f"{above.get(name, _ANY) - 1}. The trace is damaged or was recorded by a faulty recorder: "
+                "record it again."
             )
     ids, logits = generated.top_ids, generated.top_logits
     rises = logits[:, 1:] > logits[:, :-1]
@@ -75,20 +76,20 @@ def check_generated(where: str, generated: Generated, limits: Limits) -> None:
     if bool((rises | ties).any()):
         place = int(np.flatnonzero((rises | ties).any(axis=1))[0])
         raise GeneratedError(
-            f"{where} has top logits {_short(logits[place])} of the ids {_short(ids[place])}; expected descending "
-            "logits, equal ones by lower id. Record the trace again."
+            f"{where} has top logits {_short(logits[place])} of the ids {_short(ids[place])}; expected "
+            "descending logits, equal ones by lower id. Record the trace again."
         )
 
 
-def check_unique(request: Int32, index: Int32) -> None:
-    """Raises GeneratedError when one (request, index) was generated twice."""
-    keys = request.astype(np.int64) << 32 | index
-    found, counts = np.unique(keys, return_counts=True)
+def check_unique(where: str, tokens: list[tuple[Int32, Int32]]) -> None:
+    """Raises GeneratedError when one (request, index) occurs twice in ``tokens``."""
+    keys = [request.astype(np.int64) << 32 | index for request, index in tokens]
+    found, counts = np.unique(np.concatenate(keys), return_counts=True)
     if bool((counts > 1).any()):
         key = int(found[counts > 1][0])
         raise GeneratedError(
-            f"Token {key & 0xFFFFFFFF} of request {key >> 32} was generated twice; expected every index once. "
-            "Record the trace again."
+            f"{where} has token {key & 0xFFFFFFFF} of request {key >> 32} although it was generated before; "
+            "expected every index once. Record the trace again."
         )
 
 

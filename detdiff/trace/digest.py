@@ -74,13 +74,13 @@ def coefficients(n: int) -> UInt64:
 
 
 def position_weight(positions: ArrayLike) -> UInt64:
-    """Odd uint64 weights of cache positions: splitmix64(p xor "position") | 1, in the shape of ``positions``."""
+    """Odd weights of cache positions, uint64 like ``positions``: splitmix64(p xor "position") | 1."""
     stream = np.uint64(_POSITION_STREAM)
     return splitmix64(np.asarray(positions).astype(np.uint64) ^ stream) | np.uint64(1)
 
 
 def head_weight(heads: ArrayLike) -> UInt64:
-    """Odd uint64 weights of cache heads: splitmix64(h xor "head") | 1, in the shape of ``heads``."""
+    """Odd weights of cache heads, uint64 like ``heads``: splitmix64(h xor "head") | 1."""
     return splitmix64(np.asarray(heads).astype(np.uint64) ^ np.uint64(_HEAD_STREAM)) | np.uint64(1)
 
 
@@ -88,8 +88,8 @@ def combine_entries(entry_digests: UInt64, positions: ArrayLike) -> UInt64:
     """One term per position for ports that stand for many cache entries (``kv``, ``written``, ``read``).
 
     ``entry_digests`` uint64 [T, heads] (K heads then V heads), ``positions`` int [T]; returns uint64 [T] =
-    position_weight(p) * sum_h head_weight(h) * entry_digests[p, h] mod 2**64. The caller sums the terms of the
-    visible positions, or takes their cumulative sum. One changed entry always changes the sum.
+    position_weight(p) * sum_h head_weight(h) * entry_digests[p, h] mod 2**64. The caller sums the terms of
+    the visible positions, or takes their cumulative sum. One changed entry always changes the sum.
     """
     entries = np.asarray(entry_digests, np.uint64)
     heads = (entries * head_weight(np.arange(entries.shape[1]))).sum(axis=1, dtype=np.uint64)

@@ -66,8 +66,8 @@ def read(path: Path) -> dict[str, Any]:
         regular_size(file, NotATrace)
     except (NotATrace, TraceReadError):
         raise NotATrace(
-            f"{path} is not a trace; expected a directory that holds a file {HEADER}. Give the directory that "
-            "was recorded."
+            f"{path} is not a trace; expected a directory that holds a file {HEADER}. Give the directory "
+            "that was recorded."
         ) from None
     try:
         header = parse_json(read_bytes(file))
@@ -88,15 +88,15 @@ def check(header: Any, where: str) -> None:
         )
     if "schema" in header and header["schema"] != SCHEMA:
         raise TraceSchemaError(
-            f"{where} states the schema {str(header['schema'])[:40]!r}; expected {SCHEMA}. Read it with the version of "
-            "detdiff that wrote it, or record it again."
+            f"{where} states the schema {str(header['schema'])[:40]!r}; expected {SCHEMA}. Read it with the "
+            "version of detdiff that wrote it, or record it again."
         )
     kinds = {**dict.fromkeys(_OBJECTS, dict), **dict.fromkeys(_LISTS, list), "schema": int, "complete": bool}
     for key, kind in kinds.items():
         if type(header.get(key)) is not kind:
             raise TraceHeaderError(
-                f"{where} has {'no' if key not in header else 'a wrong'} {key!r}; expected a {kind.__name__}. It is "
-                "damaged or was written by another program: record the trace again."
+                f"{where} has {'no' if key not in header else 'a wrong'} {key!r}; expected a "
+                f"{kind.__name__}. It is damaged or was written by another program: record the trace again."
             )
     if not all(isinstance(note, str) for note in header["notes"]):
         raise TraceHeaderError(
@@ -120,8 +120,8 @@ def _check_requests(requests: Sequence[Any], where: str) -> None:
         )
         if not ok:
             raise RequestListError(
-                f"{where} has as request {place} {str(request)[:200]}; expected an object with an id of its own and "
-                "tokens, a list of token ids. Record the trace again."
+                f"{where} has as request {place} {str(request)[:200]}; expected an object with an id of its "
+                "own and tokens, a list of token ids. Record the trace again."
             )
         seen.add(found["id"])
 
@@ -130,14 +130,15 @@ def _check_files(header: Mapping[str, Any], where: str) -> None:
     logs = header["logs"]
     if [_entry(log) and log["name"] for log in logs] != [FORWARDS, TEXTS]:
         raise LogSizeError(
-            f"{where} lists the logs {str(logs)[:200]}; expected {FORWARDS} and {TEXTS} with bytes and crc32. Record the "
-            "trace again."
+            f"{where} lists the logs {str(logs)[:200]}; expected {FORWARDS} and {TEXTS} with bytes and "
+            "crc32. Record the trace again."
         )
     for place, shard in enumerate(header["shards"]):
         if not _entry(shard) or shard["name"] != shard_name(place):
             raise ShardNameError(
-                f"{where} lists as shard {place} {str(shard)[:200]}; expected the name {shard_name(place)!r}, bytes "
-                "and crc32. Names never leave the trace's directory. Record the trace again."
+                f"{where} lists as shard {place} {str(shard)[:200]}; expected the name "
+                f"{shard_name(place)!r}, bytes and crc32. Names never leave the trace's directory. Record "
+                "the trace again."
             )
 
 

@@ -36,8 +36,8 @@ def encode_line(value: Any) -> bytes:
         return dumps(value).encode() + b"\n"
     except (TypeError, ValueError) as error:
         raise LogLineError(
-            f"A line of a log cannot be written as JSON ({error}); expected only strings, finite numbers, booleans, "
-            "null, lists and objects. This is a fault of the recorder."
+            f"A line of a log cannot be written as JSON ({error}); expected only strings, finite numbers, "
+            "booleans, null, lists and objects. This is a fault of the recorder."
         ) from None
 
 
@@ -85,21 +85,21 @@ class Lines:
         size = regular_size(path, LogMissing)
         if entry is not None and size != entry["bytes"]:
             raise LogSizeError(
-                f"{path} has {size} bytes; expected {entry['bytes']}, as when the trace was completed. It is cut: "
-                "copy or record the trace again."
+                f"{path} has {size} bytes; expected {entry['bytes']}, as when the trace was completed. It is "
+                "cut: copy or record the trace again."
             )
         raw = read_bytes(path)
         if entry is not None and zlib.crc32(raw) != entry["crc32"]:
             raise ChecksumError(
-                f"{path} has the checksum {zlib.crc32(raw)}; expected {entry['crc32']}, as when the trace was "
-                "completed. It is damaged: copy or record the trace again."
+                f"{path} has the checksum {zlib.crc32(raw)}; expected {entry['crc32']}, as when the trace "
+                "was completed. It is damaged: copy or record the trace again."
             )
         data = np.frombuffer(raw, np.uint8)
         self.starts = np.concatenate(([0], np.flatnonzero(data == 10) + 1))
         if entry is not None and self.starts[-1] != len(raw):
             raise LogLineError(
-                f"{path} ends in the middle of a line; expected a line end, for the trace is complete. Copy or record "
-                "the trace again."
+                f"{path} ends in the middle of a line; expected a line end, for the trace is complete. Copy "
+                "or record the trace again."
             )
         # The first letter after {" tells a plan from a forward without parsing the line.
         self.initials = np.full(len(self), 0, np.uint8)
@@ -117,8 +117,8 @@ class Lines:
             return parse_json(raw)
         except ValueError as error:
             raise LogLineError(
-                f"{self.path}, line {index + 1}, is not JSON ({error}); expected one JSON value a line. The file is "
-                "damaged: copy or record the trace again."
+                f"{self.path}, line {index + 1}, is not JSON ({error}); expected one JSON value a line. The "
+                "file is damaged: copy or record the trace again."
             ) from None
 
 
@@ -132,7 +132,8 @@ class Forwards(Sequence[dict[str, Any]]):
         known = (lines.initials == ord("p")) | (lines.initials == ord("f"))
         if not bool(known.all()):
             raise ForwardLineError(
-                f"{lines.path}, line {int(np.flatnonzero(~known)[0]) + 1}, starts with neither a plan nor a forward; "
+                f"{lines.path}, line {int(np.flatnonzero(~known)[0]) + 1}, starts with neither a plan nor a "
+                "forward; "
                 'expected {"plan": or {"forward": first. Copy or record the trace again.'
             )
         self._places = np.flatnonzero(lines.initials == ord("f"))
@@ -172,8 +173,8 @@ def check_plan(where: str, line: Any, number: int, sites: int) -> None:
             ok = False
     if not ok:
         raise PlanLineError(
-            f"{where} is {str(line)[:200]}; expected plan {number} with calls, each with a path and sites as ascending "
-            f"ranges below {sites}, such as 0-12,14. Record the trace again."
+            f"{where} is {str(line)[:200]}; expected plan {number} with calls, each with a path and sites as "
+            f"ascending ranges below {sites}, such as 0-12,14. Record the trace again."
         )
 
 
@@ -198,8 +199,8 @@ def check_forward(where: str, line: Any, number: int, requests: int, plans: int)
     )
     if not ok:
         raise ForwardLineError(
-            f"{where} is {str(line)[:300]}; expected forward {number} with phase, layout, shape, rows, plan (below "
-            f"{plans}) and caches, its rows naming requests below {requests}. Record the trace again."
+            f"{where} is {str(line)[:300]}; expected forward {number} with phase, layout, shape, rows, plan "
+            f"(below {plans}) and caches, its rows naming requests below {requests}. Record the trace again."
         )
 
 
@@ -234,8 +235,8 @@ def add_text(where: str, line: Any, texts: dict[int, str]) -> bool:
         and texts.get(token, text) == text
     ):
         raise TextLineError(
-            f"{where} is {str(line)[:200]}; expected [token id, text] with one text for each id. Record the trace "
-            "again."
+            f"{where} is {str(line)[:200]}; expected [token id, text] with one text for each id. Record the "
+            "trace again."
         )
     if token in texts:
         return False

@@ -50,9 +50,9 @@ class Trace:
     def open(cls, path: Path | str, *, partial: bool = False) -> Trace:
         """Opens and checks a trace; raises the TraceError subclass of the first broken rule.
 
-        An unfinished trace opens with ``complete`` False and its finished shards. With ``partial`` a trace whose
-        shards or logs are missing or damaged opens too, without the damaged ones. Values, forwards and texts are
-        checked when they are read, and bytes by ``verify``.
+        An unfinished trace opens with ``complete`` False and its finished shards. With ``partial`` a trace
+        whose shards or logs are missing or damaged opens too, without the damaged ones. Values, forwards and
+        texts are checked when they are read, and bytes by ``verify``.
         """
         self = cls()
         self.path = Path(path)
@@ -129,7 +129,7 @@ class Trace:
         return self._forwards
 
     def call(self, forward: int, site: int) -> Mapping[str, Any] | None:
-        """The call (``path``, ``rule``, ``rows``, ...) that computed a site in a forward; None if not recorded."""
+        """The call (``path``, ``rule``, ...) that computed a site in a forward; None if not recorded."""
         for call in self._forwards[forward]["calls"]:
             if any(site in run for run in parse_ranges(call["sites"], len(self.sites))):
                 return dict(call)
@@ -140,7 +140,7 @@ class Trace:
         return read_texts(self._texts)
 
     def generated(self, *, lens: bool = True) -> Generated:
-        """All generated tokens, in the order they were recorded; ``lens=False`` leaves per-layer logits on disk."""
+        """All generated tokens as recorded; ``lens=False`` leaves the per-layer logits on disk."""
         parts = [part for shard in self.shards if (part := shard.generated(lens)) is not None]
         if not parts:
             none, top = np.empty(0, np.int32), np.empty((0, 0), np.int32)
@@ -160,8 +160,8 @@ class Trace:
     def verify(self) -> None:
         """Reads everything and checks what opening leaves out.
 
-        Raises ChecksumError for a shard of a complete trace whose bytes changed, and the error of any broken value,
-        forward or text.
+        Raises ChecksumError for a shard of a complete trace whose bytes changed, and the error of any broken
+        value, forward or text.
         """
         entries = {entry["name"]: entry for entry in self.header["shards"]} if self.header["complete"] else {}
         for shard in self.shards:
@@ -172,8 +172,8 @@ class Trace:
             expected = entries.get(shard.path.name, {"crc32": crc})["crc32"]
             if crc != expected:
                 raise ChecksumError(
-                    f"{shard.path} has the checksum {crc}; expected {expected}, as when it was written. It is damaged: "
-                    "copy or record the trace again."
+                    f"{shard.path} has the checksum {crc}; expected {expected}, as when it was written. It "
+                    "is damaged: copy or record the trace again."
                 )
             for table, column in shard.value_columns():
                 shard.value_rows(table, column)
@@ -196,12 +196,17 @@ class Trace:
     def _open_shards(self, partial: bool, problems: list[str]) -> None:
         limits = Limits(len(self.requests), len(self._forwards), len(self.ports))
         shards: list[Shard] = []
+        tokens: list[tuple[Int32, Int32]] = []
         self.tables = {}
         last: tuple[int, tuple[int, ...] | None] = (0, None)
         for number, size in self._expected(partial, problems):
             try:
                 shard = open_shard(self.path / shard_name(number), len(shards), limits, size)
                 last = self._follows(shard, *last)
+                generated = shard.generated(lens=False)
+                if generated is not None:
+                    check_unique(str(shard.path), [*tokens, (generated.request, generated.index)])
+                    tokens.append((generated.request, generated.index))
             except TraceError as error:
                 if not partial:
                     raise
@@ -213,8 +218,6 @@ class Trace:
         self._rows = RowIndex(
             **{name: _joined([getattr(shard.rows, name) for shard in shards]) for name in _ROW_FIELDS}
         )
-        tokens = self.generated(lens=False)
-        check_unique(tokens.request, tokens.index)
 
     def _expected(self, partial: bool, problems: list[str]) -> list[tuple[int, int | None]]:
         """The numbers of the shards that should be there, each with its size where the header states it."""
@@ -226,8 +229,9 @@ class Trace:
         gap = next((place for place, number in enumerate(numbers) if place != number), None)
         if gap is not None:
             missing = ShardMissing(
-                f"{self.path / shard_name(gap)} is not there, but {shard_name(numbers[-1])} is; expected shards "
-                "without a gap. Copy the whole directory again; what is left can be opened with partial=True."
+                f"{self.path / shard_name(gap)} is not there, but {shard_name(numbers[-1])} is; expected "
+                "shards without a gap. Copy the whole directory again; what is left can be opened with "
+                "partial=True."
             )
             if not partial:
                 raise missing
@@ -237,18 +241,18 @@ class Trace:
     def _follows(
         self, shard: Shard, forward: int, top: tuple[int, ...] | None
     ) -> tuple[int, tuple[int, ...] | None]:
-        """The last forward and the shape of the top-k so far; raises when the shard contradicts earlier ones."""
+        """The last forward and the shape of the top-k so far; raises when a shard contradicts them."""
         for number, table in shard.tables.items():
             if number in self.tables and not np.array_equal(self.tables[number], table):
                 raise TableError(
-                    f"{shard.path} has another table {number} than an earlier shard; expected one meaning for a table in a "
-                    "trace. The file belongs to another trace: copy or record it again."
+                    f"{shard.path} has another table {number} than an earlier shard; expected one meaning "
+                    "for a table in a trace. The file belongs to another trace: copy or record it again."
                 )
         rows = shard.rows.forward
         if len(rows) and int(rows[0]) < forward:
             raise RowError(
-                f"{shard.path} has rows of forward {int(rows[0])} after rows of forward {forward}; expected execution "
-                "order. The file belongs to another trace: copy or record it again."
+                f"{shard.path} has rows of forward {int(rows[0])} after rows of forward {forward}; expected "
+                "execution order. The file belongs to another trace: copy or record it again."
             )
         found = top
         if "gen.top_ids" in shard.tensors:
@@ -256,8 +260,8 @@ class Trace:
             found = (shard.tensors["gen.top_ids"].shape[1], *(lens.shape[1:] if lens is not None else ()))
         if top is not None and found != top:
             raise GeneratedError(
-                f"{shard.path} has top-k and lens of the shape {found}; expected {top}, as in earlier shards. The file "
-                "belongs to another trace: copy or record it again."
+                f"{shard.path} has top-k and lens of the shape {found}; expected {top}, as in earlier "
+                "shards. The file belongs to another trace: copy or record it again."
             )
         return int(rows[-1]) if len(rows) else forward, found
 

@@ -107,8 +107,9 @@ class Shard:
         inside = 0 <= int(rows.min()) and int(rows.max()) < len(self.rows.table)
         if not (ascending and inside and bool((self.rows.table[rows] == table).all())):
             raise ValueRowsError(
-                f"{self.path} has values of column {column} of table {table} for rows that are not ascending rows "
-                f"of that table below {len(self.rows.table)}. The file is damaged: record the trace again."
+                f"{self.path} has values of column {column} of table {table} for rows that are not ascending "
+                f"rows of that table below {len(self.rows.table)}. The file is damaged: record the trace "
+                "again."
             )
         return rows
 
@@ -152,8 +153,8 @@ def open_shard(path: Path, place: int, limits: Limits, expected: int | None) -> 
     size = regular_size(path, ShardMissing)
     if expected not in (None, size):
         raise ShardSizeError(
-            f"{path} has {size} bytes; expected {expected}, as when the trace was completed. It is cut or damaged: copy "
-            "the trace again; what is left can be opened with partial=True."
+            f"{path} has {size} bytes; expected {expected}, as when the trace was completed. It is cut or "
+            "damaged: copy the trace again; what is left can be opened with partial=True."
         )
     tensors = read_header(path, size)
     _check_names(path, tensors)
@@ -169,8 +170,8 @@ def open_shard(path: Path, place: int, limits: Limits, expected: int | None) -> 
     unknown = fields["table"][~np.isin(fields["table"], list(tables))]
     if len(unknown):
         raise RowError(
-            f"{path} has a row of table {unknown[0]}; expected one of the shard's tables {sorted(tables)}. The file "
-            "is damaged: record the trace again."
+            f"{path} has a row of table {unknown[0]}; expected one of the shard's tables {sorted(tables)}. "
+            "The file is damaged: record the trace again."
         )
     rank = np.empty(count, np.int32)
     for number, table in tables.items():
@@ -197,21 +198,21 @@ def _check_names(path: Path, tensors: Mapping[str, Tensor]) -> None:
         form = table[1] if table else f"value{value[3] or ''}" if value else name
         if form not in _FORMS or (not (table or value) and "." not in name):
             raise TensorNameError(
-                f"{path} holds a tensor named {name!r}; expected only the names of this format. Read it with the "
-                "version of detdiff that wrote it."
+                f"{path} holds a tensor named {name!r}; expected only the names of this format. Read it with "
+                "the version of detdiff that wrote it."
             )
         dtype, rank = _FORMS[form]
         if dtype not in (None, tensor.dtype):
             raise TensorTypeError(
-                f"{path} has {name} as {tensor.dtype}; expected {dtype}. The file is damaged: record the trace "
-                "again."
+                f"{path} has {name} as {tensor.dtype}; expected {dtype}. The file is damaged: record the "
+                "trace again."
             )
         empty = 0 in tensor.shape and not name.startswith("row.")
         if empty or rank not in (None, len(tensor.shape)) or not tensor.shape:
             raise TensorShapeError(
                 f"{path} has {name} in the shape {list(tensor.shape)}; expected "
-                f"{'one or more' if rank is None else rank} dimensions and, but for row.*, none of them 0. The "
-                "file is damaged: record the trace again."
+                f"{'one or more' if rank is None else rank} dimensions and, but for row.*, none of them 0. "
+                "The file is damaged: record the trace again."
             )
 
 
@@ -236,26 +237,26 @@ def _check_groups(path: Path, tensors: Mapping[str, Tensor]) -> None:
     for name in needed:
         if name not in tensors:
             raise TensorMissing(
-                f"{path} has no tensor {name}, which its other tensors need. The file is damaged or not a shard of a "
-                "trace: record the trace again."
+                f"{path} has no tensor {name}, which its other tensors need. The file is damaged or not a "
+                "shard of a trace: record the trace again."
             )
     for name in tensors:
         value = _VALUE.fullmatch(name)
         if value is not None and int(value[2]) >= tensors[f"digest/{value[1]}"].shape[1]:
             raise TensorNameError(
-                f"{path} holds {name}; expected a column below {tensors[f'digest/{value[1]}'].shape[1]}, the columns "
-                "of that table. The file is damaged: record the trace again."
+                f"{path} holds {name}; expected a column below {tensors[f'digest/{value[1]}'].shape[1]}, the "
+                "columns of that table. The file is damaged: record the trace again."
             )
     for first, second, dims in same:
         if second in tensors and tensors[first].shape[:dims] != tensors[second].shape[:dims]:
             raise TensorShapeError(
                 f"{path} has {first} of shape {list(tensors[first].shape)} and {second} of shape "
-                f"{list(tensors[second].shape)}; expected the first {dims} to agree. The file is damaged: record the "
-                "trace again."
+                f"{list(tensors[second].shape)}; expected the first {dims} to agree. The file is damaged: "
+                "record the trace again."
             )
     contested = tensors.get("lens.contested")
     if contested is not None and contested.shape[2] != 2:
         raise TensorShapeError(
-            f"{path} has lens.contested of shape {list(contested.shape)}; expected two logits a layer. The file is "
-            "damaged: record the trace again."
+            f"{path} has lens.contested of shape {list(contested.shape)}; expected two logits a layer. The "
+            "file is damaged: record the trace again."
         )

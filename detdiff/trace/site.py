@@ -51,8 +51,8 @@ class Site:
         )
         if not ok:
             raise SiteListError(
-                f"The site {name!r} is written as {found!r}; expected exactly the fields name, kind, layer, "
-                "inputs, outputs and parent, each of its own type. Record the trace again."
+                f"The site {name!r} is written as {str(found)[:200]}; expected exactly the fields name, kind, "
+                "layer, inputs, outputs and parent, each of its own type. Record the trace again."
             )
         inputs, outputs = (tuple(side or ()) for side in ports)
         return cls(str(name), str(kind), layer, inputs, outputs, parent)

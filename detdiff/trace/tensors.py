@@ -59,9 +59,9 @@ def read_header(path: Path, size: int) -> dict[str, Tensor]:
         length = int.from_bytes(prefix, "little")
         if len(prefix) < 8 or not 2 <= length <= min(size - 8, _MAX_HEADER):
             raise ShardLengthError(
-                f"{path} has {size} bytes and claims a header of {length if len(prefix) == 8 else '?'} bytes; "
-                f"expected 2 to {max(0, min(size - 8, _MAX_HEADER))}. The file is cut or damaged: copy or "
-                "record the trace again."
+                f"{path} has {size} bytes and claims a header of {length if len(prefix) == 8 else '?'} "
+                f"bytes; expected 2 to {max(0, min(size - 8, _MAX_HEADER))}. The file is cut or damaged: "
+                "copy or record the trace again."
             )
         raw = file.read(length)
     return _placed(path, _parsed(path, raw), 8 + length, size)
@@ -95,8 +95,8 @@ def _parsed(path: Path, raw: bytes) -> Mapping[str, Any]:
         ) from None
     if not isinstance(header, dict):
         raise ShardHeaderError(
-            f"{path} has a header of type {type(header).__name__}; expected an object of tensors. The file is "
-            "damaged: copy or record the trace again."
+            f"{path} has a header of type {type(header).__name__}; expected an object of tensors. The file "
+            "is damaged: copy or record the trace again."
         )
     return header
 
@@ -107,8 +107,8 @@ def _placed(path: Path, header: Mapping[str, Any], data: int, size: int) -> dict
     for name, entry in header.items():
         if not _well_formed(entry):
             raise ShardHeaderError(
-                f"{path} describes the tensor {name!r} as {str(entry)[:200]}; expected exactly dtype, shape and "
-                "data_offsets. The file is damaged: copy or record the trace again."
+                f"{path} describes the tensor {name!r} as {str(entry)[:200]}; expected exactly dtype, shape "
+                "and data_offsets. The file is damaged: copy or record the trace again."
             )
         dtype, shape, (start, stop) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
         if dtype not in STORAGE:
@@ -119,8 +119,8 @@ def _placed(path: Path, header: Mapping[str, Any], data: int, size: int) -> dict
         tensors[name] = tensor = Tensor(name, dtype, shape, data + start)
         if stop - start != tensor.nbytes:
             raise TensorOffsetError(
-                f"{path} gives the tensor {name!r} {stop - start} bytes; expected {tensor.nbytes} for {dtype} "
-                f"{list(shape)}. The file is damaged: copy or record the trace again."
+                f"{path} gives the tensor {name!r} {stop - start} bytes; expected {tensor.nbytes} for "
+                f"{dtype} {list(shape)}. The file is damaged: copy or record the trace again."
             )
         spans.append((start, stop, name))
     end = 0
@@ -133,8 +133,8 @@ def _placed(path: Path, header: Mapping[str, Any], data: int, size: int) -> dict
         end = stop
     if data + end != size:
         raise TensorOffsetError(
-            f"{path} has {size} bytes but its tensors end at byte {data + end}; expected the same. The file is "
-            "cut or damaged: copy or record the trace again."
+            f"{path} has {size} bytes but its tensors end at byte {data + end}; expected the same. The file "
+            "is cut or damaged: copy or record the trace again."
         )
     return tensors
 

@@ -34,8 +34,9 @@ _RESERVED = frozenset({"schema", "complete", "logs", "shards"})
 class TraceWriter:
     """Writes one trace directory; use it as a context manager.
 
-    Leaving the block by an exception, or without ``finish``, aborts: what is buffered is still written if it can
-    be, the trace stays marked incomplete and the exception goes on. Arrays are copied, so callers may reuse theirs.
+    Leaving the block by an exception, or without ``finish``, aborts: what is buffered is still written if it
+    can be, the trace stays marked incomplete and the exception goes on. Arrays are copied, so callers may
+    reuse theirs.
     """
 
     def __init__(
@@ -48,10 +49,11 @@ class TraceWriter:
     ) -> None:
         """Makes the directory and an incomplete trace.json.
 
-        ``header`` needs ``sites`` (Site or their JSON) and ``requests``; ``scenario``, ``model``, ``environment``,
-        ``observer`` and ``notes`` are empty unless given. A shard is closed at ``shard_bytes`` bytes or
-        ``shard_forwards`` forwards. Raises TraceExists unless ``path`` is new or an empty directory, TraceWriteError,
-        and TraceHeaderError, SiteListError or RequestListError for a bad header.
+        ``header`` needs ``sites`` (Site or their JSON) and ``requests``; ``scenario``, ``model``,
+        ``environment``, ``observer`` and ``notes`` are empty unless given. A shard is closed at
+        ``shard_bytes`` bytes or ``shard_forwards`` forwards. Raises TraceExists unless ``path`` is new or an
+        empty directory, TraceWriteError, and TraceHeaderError, SiteListError or RequestListError for a bad
+        header.
         """
         self.path = Path(path)
         self._refuse_reserved(header)
@@ -71,8 +73,8 @@ class TraceWriter:
         with writing(self.path, "Nothing was recorded."):
             if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
                 raise TraceExists(
-                    f"{self.path} exists and is not an empty directory; expected a new path for the trace. Choose another "
-                    "one, or remove it first."
+                    f"{self.path} exists and is not an empty directory; expected a new path for the trace. "
+                    "Choose another one, or remove it first."
                 )
             self.path.mkdir(parents=True, exist_ok=True)
             self._forward_log = LogWriter(self.path / FORWARDS)
@@ -82,8 +84,8 @@ class TraceWriter:
     def plan(self, calls: Sequence[Mapping[str, Any]]) -> int:
         """The number of the plan with these calls, for a forward's ``plan``; logs it when it is new.
 
-        A call has ``path``, ``rule``, ``rows``, ``second_last`` and ``sites`` (site indices as ``format_ranges``
-        gives them). Raises PlanLineError or LogLineError.
+        A call has ``path``, ``rule``, ``rows``, ``second_last`` and ``sites`` (site indices as
+        ``format_ranges`` gives them). Raises PlanLineError or LogLineError.
         """
         self._must_be_open()
         key = encode_line(list(calls))
@@ -114,8 +116,9 @@ class TraceWriter:
     def rows(self, rows: Rows) -> None:
         """Adds rows of logged forwards, in execution order.
 
-        Raises RowError, TableError, TensorShapeError, TensorTypeError or ValueRowsError for a batch that breaks a
-        rule of the format (it is then not added), TraceWriteError or TraceDiskFull when a shard cannot be written.
+        Raises RowError, TableError, TensorShapeError, TensorTypeError or ValueRowsError for a batch that
+        breaks a rule of the format (it is then not added), TraceWriteError or TraceDiskFull when a shard
+        cannot be written.
         """
         self._must_be_open()
         own = own_rows(rows)
@@ -124,8 +127,8 @@ class TraceWriter:
         check_rows("The batch", {name: getattr(own, name) for name in ROW_FIELDS}, self._limits)
         if int(own.forward[0]) < self._last_forward:
             raise RowError(
-                f"A batch has rows of forward {int(own.forward[0])} after rows of forward {self._last_forward}; expected "
-                "execution order. This is a fault of the recorder."
+                f"A batch has rows of forward {int(own.forward[0])} after rows of forward "
+                f"{self._last_forward}; expected execution order. This is a fault of the recorder."
             )
         table = self._table(own.table, own.digests.shape[1])
         if not self._buffer.takes(table, own):
@@ -149,8 +152,9 @@ class TraceWriter:
         tokens = set(zip(own.request.tolist(), own.index.tolist(), strict=True))
         if len(tokens) != len(own.request) or tokens & self._tokens or top != (self._top or top):
             raise GeneratedError(
-                "A batch of generated tokens repeats an index of a request, or its top-k or lens has another shape than "
-                "before; expected every index once and one shape in a trace. This is a fault of the recorder."
+                "A batch of generated tokens repeats an index of a request, or its top-k or lens has "
+                "another shape than before; expected every index once and one shape in a trace. This is a "
+                "fault of the recorder."
             )
         self._tokens |= tokens
         self._top = top
@@ -161,8 +165,8 @@ class TraceWriter:
     def finish(self, *, complete: bool = True, times: Mapping[str, Any] | None = None, **extra: Any) -> None:
         """Writes what is buffered and the final trace.json, with ``extra`` keys added to or replaced in it.
 
-        ``times`` is the one block that may differ between equal runs. Raises TraceHeaderError, TraceWriteError or
-        TraceDiskFull; the trace then stays incomplete.
+        ``times`` is the one block that may differ between equal runs. Raises TraceHeaderError,
+        TraceWriteError or TraceDiskFull; the trace then stays incomplete.
         """
         self._must_be_open()
         self._refuse_reserved(extra)
@@ -253,7 +257,8 @@ class TraceWriter:
     def _must_be_open(self) -> None:
         if self._state != "open":
             raise WriterClosed(
-                f"The writer of {self.path} is {self._state}; expected an open one. Record into a new trace instead."
+                f"The writer of {self.path} is {self._state}; expected an open one. Record into a new trace "
+                "instead."
             )
 
     @staticmethod
@@ -261,8 +266,8 @@ class TraceWriter:
         reserved = sorted(_RESERVED & set(given))
         if reserved:
             raise TraceHeaderError(
-                f"The header given to the writer has {', '.join(reserved)}, which the writer states itself; expected "
-                "other keys. This is a fault of the recorder."
+                f"The header given to the writer has {', '.join(reserved)}, which the writer states itself; "
+                "expected other keys. This is a fault of the recorder."
             )
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Reference kernels that fix every rounding of a linear operation, forced native paths, and dispatch profiles.
+"""Reference kernels that fix every rounding of a linear operation, forced native paths, dispatch profiles.
 
 Knows nothing of detdiff and of no array library but numpy; numba is imported when a kernel first runs.
 """

@@ -1,4 +1,4 @@
-"""Dispatch profiles: which kernel a backend would run for a call. The rules are data; see the TOML files in profiles/."""
+"""Dispatch profiles: which kernel a backend would run for a call. The rules are data, in profiles/*.toml."""
 
 from __future__ import annotations
 
@@ -62,7 +62,8 @@ ANY = Range()
 class Rule:
     """Conditions that all have to hold, and the kernel path then taken; a condition left out always holds.
 
-    ``bits`` holds widths, and None for dense weights. ``source`` is file, function and commit; ``tag`` one of TAGS.
+    ``bits`` holds widths, and None for dense weights. ``source`` is file, function and commit; ``tag`` one of
+    TAGS.
     """
 
     kernel: str
@@ -112,7 +113,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Profile:
-    """A named, ordered list of rules that mirrors one backend's thresholds. The first rule that takes a call wins."""
+    """Ordered rules that mirror one backend's thresholds; the first that takes a call wins."""
 
     name: str
     backend: str
@@ -122,8 +123,8 @@ class Profile:
     def choose(self, call: Call, split_rows: int | None = None) -> Choice:
         """The kernel path for a call; native where no rule takes it.
 
-        With ``split_rows`` n, a linear or head call of 2 to n rows is taken row by row, each row chosen for as a call
-        of its own; where that choice is native, the path is rows.
+        With ``split_rows`` n, a linear or head call of 2 to n rows is taken row by row, each row chosen for
+        as a call of its own; where that choice is native, the path is rows.
         """
         if split_rows is None or call.op not in _SPLIT_OPS or not 1 < call.rows <= split_rows:
             return self._first(call)

@@ -12,7 +12,7 @@ from .order import Float32, Order, Staged, accumulate, stage
 
 @dataclass(frozen=True)
 class Kernel:
-    """A linear operation ``x @ weight.T`` whose every rounding is fixed. Row i of the result depends on row i only.
+    """A linear operation ``x @ weight.T`` whose every rounding is fixed. Each row depends on itself only.
 
     ``source`` says where the order was found; ``tag`` is read, inferred or measured.
     """
@@ -23,27 +23,28 @@ class Kernel:
     tag: str
 
     def stage(self, weight: Float32) -> Staged:
-        """Prepares a float32 weight (n, k) once for many calls; it may be referred to, so do not change it after.
+        """Prepares a float32 weight (n, k) for many calls. It may be referred to: do not change it after.
 
         Raises BadOperand for another dtype, rank or an empty weight.
         """
         if weight.dtype != np.float32 or weight.ndim != 2 or not weight.size:
             raise BadOperand(
-                f"{self.name} was given a weight of dtype {weight.dtype} and shape {weight.shape}; it takes float32 "
-                "of shape (outputs, inputs), both at least 1. Dequantise or convert the weight first."
+                f"{self.name} was given a weight of dtype {weight.dtype} and shape {weight.shape}; it takes "
+                "float32 of shape (outputs, inputs), both at least 1. Dequantise or convert the weight first."
             )
         return stage(self.order, weight)
 
     def __call__(self, x: Float32, staged: Staged, out: Float32 | None = None) -> Float32:
-        """The product (m, n), float32, of C-contiguous float32 ``x`` (m, k) and a weight staged by this kernel.
+        """The float32 product (m, n) of C-contiguous float32 ``x`` (m, k) and a weight staged by this kernel.
 
-        ``out`` (m, n), if given, is C-contiguous float32, shares no memory with x, and is filled and returned. Raises
-        BadOperand for another shape, dtype or memory order, and for a weight staged in another order.
+        ``out`` (m, n), if given, is C-contiguous float32, shares no memory with x, and is filled and
+        returned. Raises BadOperand for another shape, dtype or memory order, and for a weight staged in
+        another order.
         """
         if staged.order != self.order:
             raise BadOperand(
-                f"{self.name} was given a weight staged as {staged.order}; it sums as {self.order}. Stage the weight "
-                "with the kernel that is called."
+                f"{self.name} was given a weight staged as {staged.order}; it sums as {self.order}. "
+                "Stage the weight with the kernel that is called."
             )
         self._check("x", x, x.shape[0] if x.ndim == 2 else 1, staged.k)
         if out is None:
@@ -62,7 +63,8 @@ class Kernel:
         order = "C-contiguous" if plain else "not C-contiguous or not aligned"
         raise BadOperand(
             f"{self.name} was given {name} of dtype {array.dtype} and shape {array.shape}, {order}; it takes "
-            f"C-contiguous float32 of shape ({rows}, {columns}) here. numpy.require(array, numpy.float32, 'CA') makes it so."
+            f"C-contiguous float32 of shape ({rows}, {columns}) here. "
+            "numpy.require(array, numpy.float32, 'CA') makes it so."
         )
 
 
@@ -70,15 +72,16 @@ _TABLE = (
     Kernel(
         "candle-metal/mv",
         Order(lanes=32, values=4, staging="float32"),
-        "huggingface/candle 866deb8 candle-metal-kernels/src/metal_src/gemv.metal GEMVKernel::run with 32 lanes of 4 values "
-        "(read); used here for quantised weights too, whose own mv kernels walk each block format differently",
+        "huggingface/candle 866deb8 candle-metal-kernels/src/metal_src/gemv.metal GEMVKernel::run with 32 "
+        "lanes of 4 values (read); stands for the quantised mv kernels too, each with its own block format",
         "inferred",
     ),
     Kernel(
         "candle-metal/mm",
         Order(lanes=1, values=1, staging="float16"),
-        "huggingface/candle 2a13b0f candle-metal-kernels/src/metal_src/quantized.metal kernel_mul_mm: half weights, float "
-        "inputs, float sums (read); the order inside an 8-wide simdgroup MMA is not visible, an ascending chain stands for it",
+        "huggingface/candle 2a13b0f candle-metal-kernels/src/metal_src/quantized.metal kernel_mul_mm: half "
+        "weights, float inputs, float sums (read); the order inside an 8-wide simdgroup MMA is not visible, "
+        "an ascending chain stands for it",
         "inferred",
     ),
 )

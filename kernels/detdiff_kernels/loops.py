@@ -1,8 +1,9 @@
-"""The compiled loops that the orders share: one for sums spread over lanes, one for a single chain per output.
+"""The compiled loops that the orders share: one for sums spread over lanes, one for a chain per output.
 
-Both fill the outputs ``first`` to ``last - 1`` of every row, so that a caller can split the outputs over threads. Four
-sums run side by side to hide the latency of an FMA; they share loaded weights (or inputs) and nothing else, so a sum
-does not depend on its neighbours. Where fewer than four are left the last one is computed again.
+Both fill the outputs ``first`` to ``last - 1`` of every row, so that a caller can split the outputs over
+threads. Four sums run side by side to hide the latency of an FMA; they share loaded weights (or inputs) and
+nothing else, so a sum does not depend on its neighbours. Where fewer than four are left the last one is
+computed again.
 """
 
 from __future__ import annotations
@@ -25,13 +26,11 @@ _FLAT_IN = types.Array(float32, 1, "C", readonly=True)
 _FLAT_HALF = types.Array(uint16, 1, "C", readonly=True)
 _FLAT_OUT = types.Array(float32, 1, "C")
 _SIZES = (intp, intp, intp, intp, intp)
-
-
 _SUM = [void(_FLAT_IN, weight, _FLAT_OUT, *_SIZES) for weight in (_FLAT_IN, _FLAT_HALF)]
 _TURN = [void(_FLAT_IN, _FLAT_OUT, intp, intp)]
 
-
-# numba's cache on disk sees changes of this file only; code made from older vector operations must not be found again.
+# numba's cache on disk sees changes of this file only; code made from older vector operations must not be
+# found again.
 _OPERATIONS = sha256(Path(simd.__file__).read_bytes()).hexdigest()[:12]
 
 
@@ -64,7 +63,8 @@ def turn_loop(lanes: int, values: int) -> Loop:
 def lane_loop(lanes: int, values: int) -> Loop:
     """Each output is a sum over ``lanes`` lanes that take ``values`` consecutive items a step, then halve.
 
-    The loop takes flat x by turn, flat weights (n*k, float32 or float16 bits), flat out (m*n), m, n, k, first, last.
+    The loop takes flat x by turn, flat weights (n*k, float32 or float16 bits), flat out (m*n), m, n, k,
+    first, last.
     """
     step = lanes * values
 
@@ -124,8 +124,8 @@ def lane_loop(lanes: int, values: int) -> Loop:
 def chain_loop(width: int) -> Loop:
     """Each output is one chain of FMAs in ascending k; ``width`` neighbouring outputs run in one vector.
 
-    The loop takes flat x (m*k), flat weights in panels (panel, k, output within the panel), flat out (m*n), m, n, k,
-    first, last; first and last count panels here.
+    The loop takes flat x (m*k), flat weights in panels (panel, k, output within the panel), flat out (m*n),
+    m, n, k, first, last; first and last count panels here.
     """
 
     def loop(x: Any, w: Any, out: Any, m: int, n: int, k: int, first: int, last: int) -> None:

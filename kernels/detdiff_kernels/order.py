@@ -1,7 +1,7 @@
 """The order of a sum as data, and what carries it out: staging a weight, then summing over it.
 
-A kernel family is an ``Order``. Two loops serve them all: sums over lanes, and one chain per output. The compiled
-loops are imported on first use, so that listing kernels and choosing by a profile need no numba.
+A kernel family is an ``Order``. Two loops serve them all: sums over lanes, and one chain per output. The
+compiled loops are imported on first use, so that listing kernels and choosing by a profile need no numba.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ _PANEL = 32
 class Order:
     """How one output is summed. Accumulators and outputs are float32, every multiply-add is one FMA.
 
-    ``lanes`` partial sums run side by side; lane l takes ``values`` consecutive items of every ``lanes * values``, in
-    ascending order, starting at l * values. At the end the lanes are added by halving: lane l takes lane l + n/2, then
-    l + n/4, and so on. Items missing in the last step count as +0.0 times +0.0. One lane is a plain chain over
-    ascending k. ``staging`` is what weights are rounded to first, to nearest even; float16 overflows to infinity.
+    ``lanes`` partial sums run side by side; lane l takes ``values`` consecutive items of every ``lanes *
+    values``, in ascending order, starting at l * values. At the end the lanes are added by halving: lane l
+    takes lane l + n/2, then l + n/4, and so on. Items missing in the last step count as +0.0 times +0.0. One
+    lane is a plain chain over ascending k. ``staging`` is what weights are rounded to first, to nearest even;
+    float16 overflows to infinity.
     """
 
     lanes: int
@@ -52,8 +53,9 @@ class Staged:
 def stage(order: Order, weight: Float32) -> Staged:
     """Rounds and lays out a float32 weight (n, k).
 
-    Lanes read rows as they are: a contiguous, aligned float32 weight is then referred to, not copied. A chain wants panels of
-    32 outputs, k-major within a panel, so that it streams; outputs that fill up the last panel are zero.
+    Lanes read rows as they are: a contiguous, aligned float32 weight is then referred to, not copied. A chain
+    wants panels of 32 outputs, k-major within a panel, so that it streams; outputs that fill up the last
+    panel are zero.
     """
     n, k = weight.shape
     data: NDArray[Any] = weight

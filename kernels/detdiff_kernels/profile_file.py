@@ -51,7 +51,7 @@ def profile(name: str) -> Profile:
 
 
 def load_profile(path: Path) -> Profile:
-    """The profile in a TOML file; raises a ProfileError, or UnknownKernel where a rule names none that exists."""
+    """The profile in a TOML file; raises a ProfileError, or UnknownKernel where a rule names none."""
     try:
         text = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -75,8 +75,9 @@ def _parse(text: str, where: str) -> Profile:
         for earlier in range(number):
             if rules[earlier].covers(rule):
                 raise UnreachableRule(
-                    f"{where}, rule {number + 1} ({rule.condition} -> {rule.kernel}) can never be reached: rule "
-                    f"{earlier + 1} ({rules[earlier].condition}) takes all its calls. Move it up, or remove it."
+                    f"{where}, rule {number + 1} ({rule.condition} -> {rule.kernel}) can never be reached: "
+                    f"rule {earlier + 1} ({rules[earlier].condition}) takes all its calls. Move it up, or "
+                    "remove it."
                 )
     name, backend, note = (_text(data, key, where) for key in ("name", "backend", "note"))
     return Profile(name, backend, note, rules)

@@ -1,8 +1,8 @@
-"""Vector operations for compiled loops: each is a few LLVM instructions, so rounding is exactly what a loop says.
+"""Vector operations for compiled loops: a few LLVM instructions each, so rounding is what a loop says.
 
-Only code compiled by numba may call them. A vector holds float32 values, one per lane, and every lane gets the bits
-that the scalar operation would give. Arrays are flat; offsets count items. A uint16 array holds float16 bits, and
-loading it widens, which is exact. No fastmath flag is set anywhere.
+Only code compiled by numba may call them. A vector holds float32 values, one per lane, and every lane gets
+the bits that the scalar operation would give. Arrays are flat; offsets count items. A uint16 array holds
+float16 bits, and loading it widens, which is exact. No fastmath flag is set anywhere.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def chain_step(typing: Any, total: Any, array: Any, offset: Any, weights: Any, p
 
 
 def _by_turn(builder: Any, wide: Any, each: int) -> list[Any]:
-    """Splits ``lanes * each`` items, lane by lane, into ``each`` vectors: the lanes' first items, their second, ...
+    """Splits ``lanes * each`` items, lane by lane, into ``each`` vectors: first items, second items, ...
 
     One halving into even and odd items after another, because processors shuffle two registers at a time.
     """
@@ -170,8 +170,8 @@ def _lane_step(builder: Any, total: Any, inputs: Callable[[int], Any], wide: Any
 def lane_step(typing: Any, total: Any, array: Any, offset: Any, weights: Any, place: Any, each: Any) -> Any:
     """``lane_step(total, x, i, w, j, each)``: lane l adds its ``each`` products, in ascending order, by FMA.
 
-    Lane l owns the weights ``w[j + l * each]`` and on. Its inputs are ``x[i + l]``, ``x[i + lanes + l]`` and on: x is
-    laid out by turn already, because all outputs share it.
+    Lane l owns the weights ``w[j + l * each]`` and on. Its inputs are ``x[i + l]``, ``x[i + lanes + l]`` and
+    on: x is laid out by turn already, because all outputs share it.
     """
     wide = total.lanes * each.literal_value
 
@@ -190,7 +190,7 @@ def lane_step(typing: Any, total: Any, array: Any, offset: Any, weights: Any, pl
 def lane_last_step(
     typing: Any, total: Any, array: Any, offset: Any, weights: Any, place: Any, each: Any, left: Any
 ) -> Any:
-    """``lane_last_step(total, x, i, w, j, each, left)``: as ``lane_step``, with only ``left`` weights behind j.
+    """``lane_last_step(total, x, i, w, j, each, left)``: ``lane_step`` with only ``left`` weights.
 
     Missing weights are +0.0, and so must the missing inputs in x be; a lane adds their product as any other.
     """

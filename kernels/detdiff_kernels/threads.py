@@ -1,8 +1,8 @@
 """Splits a compiled loop over threads without ever waiting for a thread that has not started.
 
-numba's own prange waits for all its threads to wake, which takes milliseconds whenever other processes hold the
-cores. Here the caller takes parts too and waits only for parts that are in progress, so on a busy machine it simply
-does all the work itself. The loops release the GIL.
+numba's own prange waits for all its threads to wake, which takes milliseconds whenever other processes hold
+the cores. Here the caller takes parts too and waits only for parts that are in progress, so on a busy machine
+it simply does all the work itself. The loops release the GIL.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from threading import Condition, Event, Thread
 
 Part = tuple[int, int]
 
-# Waking a thread costs about as much as this many multiply-adds.
+# About half a millisecond of work: waking a thread takes a tenth of that, and a busy core gives nothing back.
 _WORTH_A_THREAD = 1 << 22
 # More parts than threads, so that a thread which starts late or is slow leaves its share to the others.
 _PIECES_PER_THREAD = 4
@@ -83,7 +83,8 @@ def _helpers(process: int) -> list[_Helper]:
 def share(work: Callable[[int, int], None], count: int, cost: int) -> None:
     """Calls ``work(first, last)`` on ranges that together are 0 to ``count``, some of them on other threads.
 
-    ``cost`` is the number of multiply-adds in all; a small one runs on this thread alone. ``work`` must not raise.
+    ``cost`` is the number of multiply-adds in all; a small one runs on this thread alone. ``work`` must not
+    raise.
     """
     helpers = _helpers(os.getpid()) if cost >= _WORTH_A_THREAD else []
     pieces = min(count, _PIECES_PER_THREAD * (len(helpers) + 1)) if helpers else 1

@@ -75,7 +75,8 @@ def small_weights(config: dict[str, Any], seed: int = 0) -> dict[str, NDArray[np
     """Random weights for `config`: multiples of 1/1024, which float16 and the sum with 1 hold exactly."""
     rng = np.random.default_rng(seed)
     weights = {}
-    for name, value in tree_flatten(build(config, {}).parameters()):
+    parameters: Any = tree_flatten(build(config, {}).parameters())
+    for name, value in parameters:
         if not (name.startswith("lm_head") and config["model_type"] == "gemma3_text"):
             scale = 0.1 if value.ndim == 2 else 0.3
             weights[name] = (np.round(rng.normal(0, scale, value.shape) * 1024) / 1024).astype(np.float32)

@@ -1,10 +1,9 @@
-"""The malformed corpus: each rule of docs/trace-format.md is broken once, and its own exception must say so."""
+"""The malformed corpus: each rule of docs/trace-format.md is broken, and its own exception must say so."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 import trace_samples as samples
 
 from detdiff import errors
-from detdiff.trace import Generated, Rows, Site, Trace, TraceWriter, Value
+from detdiff.trace import B_DTYPE, B_LENGTH, DTYPE_CODES, Trace
 
 DOCS = Path(__file__).parents[2] / "docs" / "trace-format.md"
 Damage = Callable[[Path], Any]
@@ -28,7 +27,9 @@ def site_field(place: int, key: str, value: Any) -> Damage:
 
 
 def forward_field(line: int, key: str, value: Any) -> Damage:
-    return lambda path: samples.edit_lines(path, "forwards.jsonl", lambda lines: lines[line].update({key: value}))
+    return lambda path: samples.edit_lines(
+        path, "forwards.jsonl", lambda lines: lines[line].update({key: value})
+    )
 
 
 def element(name: str, place: int, value: float, shard: int = 0) -> Damage:
@@ -131,7 +132,10 @@ CASES: dict[str, tuple[type[errors.TraceError], Damage]] = {
     "trace.json is a link": (errors.NotATrace, linked("trace.json")),
     "trace.json is empty": (errors.TraceHeaderError, with_file("trace.json", b"")),
     "trace.json is a list": (errors.TraceHeaderError, with_file("trace.json", b"[]")),
-    "trace.json repeats a key": (errors.TraceHeaderError, with_file("trace.json", b'{"schema":1,"schema":1}')),
+    "trace.json repeats a key": (
+        errors.TraceHeaderError,
+        with_file("trace.json", b'{"schema":1,"schema":1}'),
+    ),
     "trace.json is nested deeply": (errors.TraceHeaderError, with_file("trace.json", b"[" * 100_000)),
     "trace.json is not UTF-8": (errors.TraceHeaderError, with_file("trace.json", b'"\xff"')),
     "complete is a number": (errors.TraceHeaderError, header_field("complete", 1)),
@@ -145,8 +149,14 @@ CASES: dict[str, tuple[type[errors.TraceError], Damage]] = {
     "two sites of one name": (errors.SiteListError, site_field(0, "name", "layers.0.mlp.up")),
     "two ports of one name": (errors.SiteListError, site_field(3, "inputs", ["k", "k"])),
     "a parent that comes first": (errors.SiteListError, site_field(2, "parent", "embed_tokens")),
-    "requests with one id": (errors.RequestListError, header_field("requests", [{"id": "a", "tokens": []}] * 2)),
-    "a token too large": (errors.RequestListError, header_field("requests", [{"id": "a", "tokens": [1 << 31]}])),
+    "requests with one id": (
+        errors.RequestListError,
+        header_field("requests", [{"id": "a", "tokens": []}] * 2),
+    ),
+    "a token too large": (
+        errors.RequestListError,
+        header_field("requests", [{"id": "a", "tokens": [1 << 31]}]),
+    ),
     "no forwards.jsonl": (errors.LogMissing, with_file("forwards.jsonl", None)),
     "texts.jsonl is a link": (errors.LogMissing, linked("texts.jsonl")),
     "forwards.jsonl is longer": (errors.LogSizeError, appended("forwards.jsonl", b"{}\n", seal=False)),
@@ -162,7 +172,10 @@ CASES: dict[str, tuple[type[errors.TraceError], Damage]] = {
     "rows of no request": (errors.ForwardLineError, forward_field(1, "rows", [{"request": 2}])),
     "events as text": (errors.ForwardLineError, forward_field(1, "events", "none")),
     "a plan is skipped": (errors.PlanLineError, forward_field(0, "plan", 1)),
-    "a call of no site": (errors.PlanLineError, forward_field(0, "calls", [{"path": "native", "sites": "4"}])),
+    "a call of no site": (
+        errors.PlanLineError,
+        forward_field(0, "calls", [{"path": "native", "sites": "4"}]),
+    ),
     "a call without a path": (errors.PlanLineError, forward_field(0, "calls", [{"sites": "1"}])),
     "a text without an id": (errors.TextLineError, appended("texts.jsonl", b'["a","b"]\n')),
     "two texts of one id": (errors.TextLineError, appended("texts.jsonl", b'[7,"eight"]\n')),
@@ -176,7 +189,10 @@ CASES: dict[str, tuple[type[errors.TraceError], Damage]] = {
     "a header of no bytes": (errors.ShardLengthError, claim(0)),
     "a header that is not JSON": (errors.ShardHeaderError, raw_header(b"{nothing}")),
     "a header that is a list": (errors.ShardHeaderError, raw_header(b"[]")),
-    "a tensor without dtype": (errors.ShardHeaderError, raw_header(b'{"a":{"shape":[],"data_offsets":[0,0]}}')),
+    "a tensor without dtype": (
+        errors.ShardHeaderError,
+        raw_header(b'{"a":{"shape":[],"data_offsets":[0,0]}}'),
+    ),
     "a negative offset": (errors.ShardHeaderError, tensor_field("digest/0", "data_offsets", [-1, 5])),
     "a shape of true": (errors.ShardHeaderError, tensor_field("digest/0", "shape", [True])),
     "an unknown tensor": (errors.TensorNameError, renamed("row.slot", "row.sloth")),
@@ -194,7 +210,10 @@ CASES: dict[str, tuple[type[errors.TraceError], Damage]] = {
     "no lens.contested": (errors.TensorMissing, without("lens.contested")),
     "no table for a digest": (errors.TensorMissing, without("table/0")),
     "no rows for values": (errors.TensorMissing, without("value/0/1.rows")),
-    "one dimension too many": (errors.TensorShapeError, lambda path: samples.edit_shard(path, extra_dimension)),
+    "one dimension too many": (
+        errors.TensorShapeError,
+        lambda path: samples.edit_shard(path, extra_dimension),
+    ),
     "rows in two dimensions": (errors.TensorShapeError, tensor_field("row.slot", "shape", [2, 2])),
     "top-k of another length": (errors.TensorShapeError, tensor_field("gen.top_ids", "shape", [2, 4])),
     "contested of three": (errors.TensorShapeError, tensor_field("lens.contested", "shape", [4, 2, 1])),
@@ -229,11 +248,6 @@ def swap_table(path: Path) -> None:
     samples.set_element(path, "table/0", 1, 0)
 
 
-def one_paragraph(error: errors.TraceError) -> bool:
-    text = str(error)
-    return "\n" not in text and len(text) > 60 and text.endswith(".")
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_a_broken_rule_raises_its_own_exception(case: str, tmp_path: Path) -> None:
     expected, damage = CASES[case]
@@ -243,7 +257,7 @@ def test_a_broken_rule_raises_its_own_exception(case: str, tmp_path: Path) -> No
     with pytest.raises(errors.TraceError) as caught:
         samples.read_all(Trace.open(path))
     assert type(caught.value) is expected
-    assert one_paragraph(caught.value)
+    assert samples.one_paragraph(caught.value)
     assert caught.value.exit_code == 2
 
 
@@ -253,7 +267,7 @@ def test_a_read_that_the_system_refuses(tmp_path: Path) -> None:
     (path / "shard-00000.safetensors").unlink()
     with pytest.raises(errors.TraceReadError, match="shard-00000") as caught:
         trace.fetch(0, 0)
-    assert one_paragraph(caught.value)
+    assert samples.one_paragraph(caught.value)
 
 
 def test_a_shard_that_shrinks_while_it_is_open(tmp_path: Path) -> None:
@@ -263,142 +277,7 @@ def test_a_shard_that_shrinks_while_it_is_open(tmp_path: Path) -> None:
     for read in (lambda: trace.fetch(0, 0), lambda: trace.digests(np.array([1, 0]))):
         with pytest.raises(errors.ShardSizeError, match="Something else writes") as caught:
             read()
-        assert one_paragraph(caught.value)
-
-
-@pytest.fixture
-def writer(tmp_path: Path) -> Iterator[TraceWriter]:
-    """A writer with one plan and one forward."""
-    with TraceWriter(tmp_path / "t", samples.HEADER) as writer:
-        writer.forward(samples.forward_line(0, writer.plan(samples.CALLS)))
-        yield writer
-
-
-def rows(**changes: Any) -> Callable[[TraceWriter], None]:
-    return lambda writer: writer.rows(replace(samples.batch(0), **changes))
-
-
-def value(value: Value, column: int = 0) -> Callable[[TraceWriter], None]:
-    return rows(values={column: value})
-
-
-def generated(**changes: Any) -> Callable[[TraceWriter], None]:
-    return lambda writer: writer.generated(replace(samples.tokens(0), **changes))
-
-
-def forward(**changes: Any) -> Callable[[TraceWriter], None]:
-    return lambda writer: writer.forward({**samples.forward_line(1), **changes})
-
-
-def twice(writer: TraceWriter) -> None:
-    writer.generated(samples.tokens(0))
-    writer.generated(samples.tokens(0))
-
-
-def other_top(writer: TraceWriter) -> None:
-    writer.generated(samples.tokens(0))
-    none = samples.tokens(0, lens=False)
-    writer.generated(replace(none, index=none.index + 1))
-
-
-def back(writer: TraceWriter) -> None:
-    writer.forward(samples.forward_line(1))
-    writer.rows(samples.batch(1))
-    writer.rows(samples.batch(0))
-
-
-def two_texts(writer: TraceWriter) -> None:
-    writer.text(1, "a")
-    writer.text(1, "b")
-
-
-F32 = np.zeros((1, 2), np.float32)
-MISUSES: dict[str, tuple[type[errors.TraceError], Callable[[TraceWriter], None]]] = {
-    "rows of a forward not logged": (errors.RowError, lambda writer: writer.rows(samples.batch(1))),
-    "rows that go back": (errors.RowError, back),
-    "rows of no request": (errors.RowError, rows(request=np.array([0, 2], np.int32))),
-    "too few digests": (errors.TensorShapeError, rows(digests=np.zeros((1, 7), np.uint64))),
-    "too few positions": (errors.TensorShapeError, rows(position=np.zeros(1, np.int32))),
-    "too few columns": (errors.TableError, rows(digests=np.zeros((2, 6), np.uint64), values={})),
-    "too few ports": (errors.TableError, rows(table=(0, 1, 2, 3, 4, 5, 6))),
-    "values of another dtype": (errors.TensorTypeError, value(Value(np.array([0]), F32, "F16"))),
-    "values of no dtype": (errors.TensorTypeError, value(Value(np.array([0]), F32, "float32"))),
-    "values for more rows": (errors.TensorShapeError, value(Value(np.array([0, 1]), F32, "F32"))),
-    "values of no column": (errors.ValueRowsError, value(Value(np.array([0]), F32, "F32"), 7)),
-    "values of no row": (errors.ValueRowsError, value(Value(np.array([2]), F32, "F32"))),
-    "a token of no forward": (errors.GeneratedError, generated(forward=np.array([0, 1], np.int32))),
-    "a token twice": (errors.GeneratedError, twice),
-    "another top-k": (errors.GeneratedError, other_top),
-    "too few logits": (errors.TensorShapeError, generated(top_logits=np.zeros((2, 1), np.float32))),
-    "a forward twice": (errors.ForwardLineError, forward(forward=0)),
-    "a forward of no plan": (errors.ForwardLineError, forward(plan=1)),
-    "a forward that JSON cannot hold": (errors.LogLineError, forward(events=[{"x": float("nan")}])),
-    "a plan of no site": (errors.PlanLineError, lambda writer: writer.plan([{"path": "native", "sites": "4"}]) and None),
-    "a plan that JSON cannot hold": (errors.LogLineError, lambda writer: writer.plan([{"path": b""}]) and None),
-    "two texts": (errors.TextLineError, two_texts),
-    "a reserved key": (errors.TraceHeaderError, lambda writer: writer.finish(shards=[])),
-    "a header that JSON cannot hold": (errors.TraceHeaderError, lambda writer: writer.finish(observer={"x": {1}})),
-}
-
-
-@pytest.mark.parametrize("case", MISUSES)
-def test_the_writer_refuses_what_would_break_a_rule(case: str, writer: TraceWriter) -> None:
-    expected, misuse = MISUSES[case]
-    with pytest.raises(errors.TraceError) as caught:
-        misuse(writer)
-    assert type(caught.value) is expected
-    assert one_paragraph(caught.value)
-    # What was refused left nothing behind.
-    writer.finish()
-    samples.read_all(Trace.open(writer.path))
-
-
-@pytest.mark.parametrize("header", [{"sites": []}, {"sites": [Site("a", "norm", 0, ("x",), ("x",))]}])
-def test_the_writer_refuses_bad_sites(header: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(errors.SiteListError):
-        TraceWriter(tmp_path / "t", {**samples.HEADER, **header})
-    assert not (tmp_path / "t").exists()
-
-
-def test_a_trace_is_never_written_over(tmp_path: Path) -> None:
-    path = samples.write_sample(tmp_path / "t")
-    before = {file.name: file.read_bytes() for file in path.iterdir()}
-    for place in (path, path / "trace.json"):
-        with pytest.raises(errors.TraceExists) as caught:
-            TraceWriter(place, samples.HEADER)
-        assert one_paragraph(caught.value)
-    assert before == {file.name: file.read_bytes() for file in path.iterdir()}
-    (tmp_path / "empty").mkdir()
-    samples.write_sample(tmp_path / "empty")
-
-
-def test_a_path_that_cannot_be_made(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(errors.TraceWriteError, match="Nothing was recorded") as caught:
-        TraceWriter(tmp_path / "file" / "t", samples.HEADER)
-    assert type(caught.value) is errors.TraceWriteError and one_paragraph(caught.value)
-
-
-def test_a_finished_writer_is_closed(tmp_path: Path) -> None:
-    with TraceWriter(tmp_path / "t", samples.HEADER) as writer:
-        writer.finish()
-        empty = np.empty(0, np.int32)
-        token = Generated(empty, empty, empty, empty, empty, empty.reshape(0, 1), np.empty((0, 1), np.float32))
-        none = Rows(empty, empty, empty, empty, empty, empty, samples.FULL, np.empty((0, 7), np.uint64))
-        uses: list[Callable[[], Any]] = [
-            writer.finish,
-            lambda: writer.rows(none),
-            lambda: writer.generated(token),
-            lambda: writer.text(1, ""),
-            lambda: writer.forward({}),
-            lambda: writer.plan([]),
-        ]
-        for use in uses:
-            with pytest.raises(errors.WriterClosed) as caught:
-                use()
-            assert one_paragraph(caught.value)
-        writer.abort()
-    assert Trace.open(tmp_path / "t").complete
+        assert samples.one_paragraph(caught.value)
 
 
 def all_rules() -> set[type[errors.TraceError]]:
@@ -412,10 +291,10 @@ def all_rules() -> set[type[errors.TraceError]]:
 def test_every_rule_has_a_malformed_trace_or_a_test_of_its_own() -> None:
     own = {
         errors.TraceReadError,  # test_a_read_that_the_system_refuses
-        errors.TraceExists,  # test_a_trace_is_never_written_over
-        errors.TraceWriteError,  # test_a_path_that_cannot_be_made
+        errors.TraceExists,  # test_trace_misuse.py
+        errors.TraceWriteError,  # test_trace_misuse.py
         errors.TraceDiskFull,  # test_trace_damage.py
-        errors.WriterClosed,  # test_a_finished_writer_is_closed
+        errors.WriterClosed,  # test_trace_misuse.py
     }
     assert {expected for expected, _ in CASES.values()} | own == all_rules()
 
@@ -423,3 +302,9 @@ def test_every_rule_has_a_malformed_trace_or_a_test_of_its_own() -> None:
 def test_the_page_of_the_format_names_every_rule() -> None:
     text = DOCS.read_text()
     assert {rule.__name__ for rule in all_rules() if f"`{rule.__name__}`" not in text} == set()
+
+
+def test_the_page_of_the_format_states_the_digests_constants() -> None:
+    text = DOCS.read_text()
+    assert f"B_DTYPE = 0x{B_DTYPE:X}, B_LENGTH = 0x{B_LENGTH:X}" in text
+    assert all(f"{name} {code}" in text.replace("\n", " ") for name, code in DTYPE_CODES.items())

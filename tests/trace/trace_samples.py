@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from detdiff.errors import TraceError
 from detdiff.trace import Generated, Lens, Rows, Site, Trace, TraceWriter, Value
 
 SITES = (
@@ -70,13 +71,18 @@ def tokens(forward: int, lens: bool = True) -> Generated:
 
 
 def fill(
-    writer: TraceWriter, forwards: int, values: bool = True, after: Callable[[int], None] | None = None
+    writer: TraceWriter,
+    forwards: int,
+    *,
+    values: bool = True,
+    lens: bool = True,
+    after: Callable[[int], None] | None = None,
 ) -> None:
     """``after`` is called with the number of each forward once its rows and tokens are with the writer."""
     for number in range(forwards):
         writer.forward(forward_line(number, writer.plan(CALLS)))
         writer.rows(batch(number, SHORT if number % 3 == 2 else FULL, values))
-        writer.generated(tokens(number))
+        writer.generated(tokens(number, lens))
         writer.text(7, "seven")
         writer.text(8 + number, f"text {number} é\n")
         if after is not None:
@@ -109,8 +115,13 @@ def read_all(trace: Trace) -> int:
     return len(trace.row_index().row)
 
 
+def one_paragraph(error: TraceError) -> bool:
+    text = str(error)
+    return "\n" not in text and len(text) > 60 and text.endswith(".")
+
+
 def reseal(path: Path) -> None:
-    """Makes trace.json agree with the sizes and checksums of the files, so that only deeper rules are broken."""
+    """Makes trace.json agree with the files again, so that only deeper rules are broken."""
     header = json.loads((path / "trace.json").read_text())
     for entry in header["logs"] + header["shards"]:
         raw = (path / entry["name"]).read_bytes()

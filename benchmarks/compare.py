@@ -1,0 +1,225 @@
+"""Times `compare` on two digest traces of 100,000 rows and 400 sites: ``python -m benchmarks.compare``.
+
+Each case runs in a process of its own, so that its peak memory is its own. Reading every byte of both traces and
+comparing them run in turn; figures are medians, and the ratio is the median of the pairs' ratios. The files are in the
+page cache, which is the harder case for compare: a disk would slow reading down and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+from tabulate import tabulate
+
+from detdiff.compare import compare
+from detdiff.trace import Generated, Rows, Site, Trace, TraceWriter, ports_of
+
+PAIRS = 5
+LAYERS, REQUESTS, PROMPT, TOKENS, CHUNK = 22, 8, 2500, 10_001, 500
+CASES = ("identical", "sparse", "other order", "dense")
+# What shares an array in a recorded llama, so that the tables have as many columns as a real one's.
+SAME = {
+    "norm1.out": ("q.in", "k.in", "v.in", "attn.in"),
+    "q.out": ("q_norm.in",),
+    "q_norm.out": ("rope.q.in",),
+    "rope.q.out": ("attention.in",),
+    "k.out": ("rope.k.in",),
+    "rope.k.out": ("write.k",),
+    "v.out": ("write.v",),
+    "read.read": ("read.written", "attention.kv"),
+    "attention.out": ("o.in",),
+    "o.out": ("attn.out",),
+    "norm2.out": ("gate.in", "up.in", "mlp.in"),
+    "down.out": ("mlp.out",),
+}
+
+
+def _layer(n: int) -> list[Site]:
+    one = ("in",), ("out",)
+    block, attn, mlp = f"layers.{n}", f"layers.{n}.attn", f"layers.{n}.mlp"
+    names = ("q", "k", "v", "q_norm", "rope.q", "rope.k")
+    kinds = ("linear", "linear", "linear", "norm", "rope", "rope")
+    return [
+        Site(f"{block}.norm1", "norm", n, *one, block),
+        *(Site(f"{attn}.{name}", kind, n, *one, attn) for name, kind in zip(names, kinds, strict=True)),
+        Site(f"{attn}.write", "cache_write", n, ("k", "v"), ("K.0", "K.1", "V.0", "V.1"), attn),
+        Site(f"{attn}.read", "cache_read", n, ("written",), ("read",), attn),
+        Site(f"{attn}.attention", "attention", n, ("in", "kv"), ("out",), attn),
+        Site(f"{attn}.o", "linear", n, *one, attn),
+        Site(attn, "attn_block", n, *one, block),
+        Site(f"{block}.norm2", "norm", n, *one, block),
+        *(Site(f"{mlp}.{name}", "linear", n, *one, mlp) for name in ("gate", "up", "down")),
+        Site(mlp, "mlp", n, *one, block),
+        Site(block, "block", n, *one),
+    ]
+
+
+def _sites() -> list[Site]:
+    one = ("in",), ("out",)
+    ends = (
+        Site("norm", "norm", None, *one),
+        Site("lm_head", "head", None, *one),
+        Site("logits", "logits", None, *one),
+    )
+    return [
+        Site("embed_tokens", "embedding", None, *one),
+        *(s for n in range(LAYERS) for s in _layer(n)),
+        *ends,
+    ]
+
+
+def _table(sites: Sequence[Site]) -> tuple[int, ...]:
+    owner = {twin: name for name, twins in SAME.items() for twin in twins}
+    columns: dict[str, int] = {}
+    table = []
+    for port in ports_of(sites):
+        site = sites[port.site]
+        prefix = "" if site.layer is None else f"layers.{site.layer}."
+        short = site.name.removeprefix(prefix).removeprefix("attn.").removeprefix("mlp.") + f".{port.name}"
+        table.append(columns.setdefault(prefix + owner.get(short, short), len(columns)))
+    return tuple(table)
+
+
+def _spans(serial: bool) -> Iterator[list[tuple[int, int, int]]]:
+    """(request, start, count) of every forward: prompts in chunks, then one row of each request (or of one)."""
+    requests = range(REQUESTS)
+    for group in ([r] for r in requests) if serial else iter([list(requests)]):
+        for r in group:
+            yield from ([(r, start, CHUNK)] for start in range(0, PROMPT, CHUNK))
+        for step in range(TOKENS - 1):
+            yield [(r, PROMPT + step, 1) for r in group]
+
+
+def write(path: Path, case: str) -> None:
+    """Write one trace; ``case`` says how it differs from the one of the case ``identical``."""
+    sites = _sites()
+    table = _table(sites)
+    columns = max(table) + 1
+    requests = [{"id": f"r{n}", "tokens": list(range(PROMPT)), "max_tokens": TOKENS} for n in range(REQUESTS)]
+    with TraceWriter(path, {"sites": sites, "requests": requests}) as writer:
+        plan = {"path": "native", "rule": "", "rows": 1, "second_last": 1, "sites": f"0-{len(sites) - 1}"}
+        number = writer.plan([plan])
+        waiting: list[tuple[int, int, int, int]] = []
+        forward = 0
+        for spans in _spans(case == "other order"):
+            rows = [{"request": r, "slot": 0, "start": s, "count": n, "phase": "decode"} for r, s, n in spans]
+            line = {
+                "forward": forward,
+                "phase": "decode",
+                "layout": "packed",
+                "shape": [1, sum(s[2] for s in spans)],
+            }
+            writer.forward({**line, "rows": rows, "plan": number, "caches": []})
+            waiting += [(r, s, n, forward) for r, s, n in spans]
+            forward += 1
+            if sum(n for _, _, n, _ in waiting) >= CHUNK:
+                _write_rows(writer, case, table, columns, waiting)
+                waiting = []
+        if waiting:
+            _write_rows(writer, case, table, columns, waiting)
+        writer.finish()
+
+
+def _write_rows(
+    writer: TraceWriter,
+    case: str,
+    table: tuple[int, ...],
+    columns: int,
+    spans: list[tuple[int, int, int, int]],
+) -> None:
+    request, position, forward = (
+        np.concatenate(
+            [
+                np.full(n, r) if f is None else np.arange(s, s + n) if f else np.full(n, w)
+                for r, s, n, w in spans
+            ]
+        )
+        for f in (None, True, False)
+    )
+    # A row's digests follow from its request and position alone, whatever forward it is in.
+    seeds = (request.astype(np.uint64) << np.uint64(32)) + position.astype(np.uint64)
+    digests = (seeds[:, None] * np.uint64(0x9E3779B97F4A7C15)) ^ (
+        np.arange(columns, dtype=np.uint64) * np.uint64(0xD6E8FEB86659FD93)
+    )
+    if case == "sparse":
+        some = np.flatnonzero((request * TOKENS + position) % 1000 == 17)
+        digests[some, position[some] % columns] += np.uint64(1)
+    if case == "dense":
+        digests[position > PROMPT // 2] += np.uint64(1)
+    numbers = [array.astype(np.int32) for array in (request, position, forward)]
+    zero = np.zeros(len(request), np.int32)
+    writer.rows(Rows(*numbers, zero, zero, zero, table, digests))
+    chosen = np.flatnonzero(position >= PROMPT - 1)
+    if len(chosen):
+        top = np.broadcast_to(np.array([2.0, 1.0], np.float32), (len(chosen), 2))
+        ids = np.broadcast_to(np.array([0, 1], np.int32), (len(chosen), 2))
+        index = (position[chosen] - PROMPT + 1).astype(np.int32)
+        columns_of = numbers[0][chosen], index, zero[chosen], numbers[2][chosen], numbers[1][chosen]
+        writer.generated(Generated(*columns_of, ids, top))
+
+
+def _read(*paths: Path) -> int:
+    """Every byte of every file of both traces, into one buffer."""
+    buffer = bytearray(8 << 20)
+    size = 0
+    for file in (file for path in paths for file in sorted(path.iterdir())):
+        with open(file, "rb", buffering=0) as stream:
+            while count := stream.readinto(buffer):
+                size += count
+    return size
+
+
+def measure(a: Path, b: Path) -> dict[str, Any]:
+    """Times and peak memory of comparing two traces in this process."""
+    pairs = []
+    for _ in range(PAIRS):
+        start = perf_counter()
+        size = _read(a, b)
+        middle = perf_counter()
+        found = compare(Trace.open(a), Trace.open(b))
+        pairs.append((middle - start, perf_counter() - middle))
+    return {
+        "rows": found.compared.rows,
+        "digests differing": found.compared.differing,
+        "MB read": round(size / 1e6),
+        "reading s": round(median(read for read, _ in pairs), 3),
+        "compare s": round(median(compared for _, compared in pairs), 3),
+        "ratio": round(median(compared / read for read, compared in pairs), 2),
+        "peak MB": round(
+            resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1e6 if sys.platform == "darwin" else 1e3)
+        ),
+    }
+
+
+def run() -> list[dict[str, Any]]:
+    """One row a case. Target: ratio at most 2, peak at most 500 MB."""
+    found = []
+    with tempfile.TemporaryDirectory() as work:
+        first = Path(work) / "a"
+        write(first, "identical")
+        for case in CASES:
+            second = Path(work) / case.replace(" ", "-")
+            write(second, case)
+            command = [sys.executable, "-m", "benchmarks.compare", str(first), str(second)]
+            answer = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+            found.append({"case": case, **json.loads(answer)})
+            for file in second.iterdir():
+                file.unlink()
+    return found
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 3:
+        print(json.dumps(measure(Path(sys.argv[1]), Path(sys.argv[2]))))
+    else:
+        print(tabulate(run(), headers="keys", tablefmt="github"))
