@@ -178,7 +178,7 @@ class RequestAnswer:
         unread = self._done.details.layers_read_alike(last)
         count = entries = 0
         layers: set[int] = set()
-        where: set[int] = set()
+        where = np.zeros(len(position), dtype=bool)
         for n, place in enumerate(tally.cache_sites):
             site = ports.sites[place].site
             alive = rows[tally.present[n, rows] > 0]
@@ -190,8 +190,9 @@ class RequestAnswer:
                 continue
             count += int(tally.entries[n, differing].sum())
             layers |= {site.layer} if site.layer is not None else set()
-            where.update(position[differing].tolist())
-        return Carriers(count, entries, tuple(sorted(layers)), _ranges(where), int(position[last]))
+            where[differing] = True
+        found = _ranges(np.unique(position[where]))
+        return Carriers(count, entries, tuple(sorted(layers)), found, int(position[last]))
 
     def _growth(self, number: int, rows: Int64) -> Growth:
         tally, position = self._done.tally, self._done.pairs.position[rows]
@@ -239,11 +240,7 @@ def _margins(request: RequestPair) -> tuple[Margin, ...]:
     return tuple(Margin(int(n), int(request.steps_a.token[n]), float(a[n]), float(b[n])) for n in nearest)
 
 
-def _ranges(positions: set[int]) -> tuple[tuple[int, int], ...]:
-    runs: list[tuple[int, int]] = []
-    for position in sorted(positions):
-        if runs and position == runs[-1][1] + 1:
-            runs[-1] = (runs[-1][0], position)
-        else:
-            runs.append((position, position))
-    return tuple(runs)
+def _ranges(positions: Int64) -> tuple[tuple[int, int], ...]:
+    """Ascending positions as inclusive ranges."""
+    runs = np.split(positions, np.flatnonzero(np.diff(positions) > 1) + 1)
+    return tuple((int(run[0]), int(run[-1])) for run in runs if len(run))

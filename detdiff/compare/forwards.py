@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Final
 
 import numpy as np
@@ -29,6 +30,7 @@ class Call:
     rule: str | None
 
 
+_EVENTS: Final = b'"events"'
 _NO_CALL: Final = Call(None, None, None, None)
 
 
@@ -41,12 +43,17 @@ class RunLog:
         self._run = run
         self._forwards = trace.forwards()
         self._calls: dict[int, list[Call]] = {}
-        self.plan, self._eventful = self._skim()
 
     def __len__(self) -> int:
         return len(self._forwards)
 
-    def _skim(self) -> tuple[NDArray[np.int64], list[int]]:
+    @cached_property
+    def plan(self) -> NDArray[np.int64]:
+        """The number of every forward's kernel plan, int64 [forwards]."""
+        return self._skimmed[0]
+
+    @cached_property
+    def _skimmed(self) -> tuple[NDArray[np.int64], list[int]]:
         """Plan number of every forward, int64 [forwards], and the forwards with events.
 
         Parsing every line takes longer than comparing all digests, and these two facts can be read off the bytes.
@@ -62,10 +69,19 @@ class RunLog:
                     continue
                 found = _PLAN.search(line)
                 plan[number] = int(found[1]) if found else self._forwards[number]["plan"]
-                if b'"events"' in line:
+                if _EVENTS in line:
                     eventful.append(number)
                 number += 1
         return plan, eventful
+
+    def _has_events(self) -> bool:
+        before = b""
+        with open(self._trace.path / FORWARDS, "rb", buffering=0) as file:
+            while chunk := file.read(1 << 20):
+                if _EVENTS in before + chunk:
+                    return True
+                before = chunk[-len(_EVENTS) :]
+        return False
 
     def composition(self, forward: int) -> Composition:
         """Who was in a forward; rows of one request in several places are listed one by one."""
@@ -126,7 +142,7 @@ class RunLog:
     def findings(self) -> Iterator[Finding]:
         """What the recorder noticed about offsets and caches, in execution order."""
         ids = [request["id"] for request in self._trace.requests]
-        for number in self._eventful:
+        for number in self._skimmed[1] if self._has_events() else ():
             for event in self._forwards[number]["events"]:
                 request = event.get("request")
                 known = type(request) is int and 0 <= request < len(ids)

@@ -22,7 +22,7 @@ from .ports import CommonPorts
 from .requests import Pairing, pair_requests
 from .rows import RowPairs, pair_rows
 from .scan import Scanner
-from .tally import Tally
+from .tally import Int64, Tally
 
 RUNGS: Final = ("workload", "bookkeeping", "dtype", "shape", "bits", "tokens")
 """From the earliest to the last. ``tokens``: every compared digest is equal and yet the tokens differ."""
@@ -56,7 +56,10 @@ def compare(a: Trace, b: Trace) -> Divergence:
 def _scan(runs: Runs, ports: CommonPorts, pairs: RowPairs, pairing: Pairing) -> Pass:
     forward_a = runs.a.row_index().forward[pairs.a].astype(np.int64)
     forward_b = runs.b.row_index().forward[pairs.b].astype(np.int64)
-    plans = runs.log_a.plan[forward_a], runs.log_b.plan[forward_b]
+
+    def plans(rows: Int64) -> tuple[Int64, Int64]:
+        return runs.log_a.plan[forward_a[rows]], runs.log_b.plan[forward_b[rows]]
+
     tally = Tally(ports, pairs, len(pairing.pairs), plans)
     scanner = Scanner(runs.a, runs.b, ports, pairs)
     for block in scanner.blocks():

@@ -121,11 +121,11 @@ class Columns:
     pair: Int64
     one_sided: int
 
-    def differ(self, left: NDArray[np.uint64], right: NDArray[np.uint64]) -> NDArray[np.bool_]:
-        """Compare digests uint64 [rows, columns] of each run row by row; bool [rows, pairs]."""
+    def differ(self, left: NDArray[np.uint64], right: NDArray[np.uint64], out: NDArray[np.bool_]) -> None:
+        """Compare digests uint64 [rows, columns] of each run row by row into ``out``, bool [rows, pairs]."""
         a = left if _whole(self.a, left.shape[1]) else left[:, self.a]
         b = right if _whole(self.b, right.shape[1]) else right[:, self.b]
-        return np.not_equal(a, b)
+        np.not_equal(a, b, out=out)
 
 
 def _whole(columns: Int64, width: int) -> bool:

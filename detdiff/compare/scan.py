@@ -16,7 +16,10 @@ from .rows import RowPairs
 
 Int64 = NDArray[np.int64]
 
-_BLOCK_BYTES: Final = 8 << 20
+_READ_BYTES: Final = (
+    1 << 20
+)  # of one trace: what was read is compared while it is still in the processor's cache
+_BLOCK_BYTES: Final = 8 << 20  # of answers, a byte for each pair of digests
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +60,7 @@ class Scanner:
             for both in np.unique(tables).tolist():
                 columns = self.columns(both >> 32, both & 0xFFFFFFFF)
                 rows = start + np.flatnonzero(tables == both)
-                step = max(1, _BLOCK_BYTES // (8 * max(1, len(columns.a))))
+                step = max(1, _BLOCK_BYTES // max(1, len(columns.a)))
                 for first in range(0, len(rows), step):
                     yield self._block(rows[first : first + step], columns)
 
@@ -68,9 +71,13 @@ class Scanner:
         return self._block(np.array([row]), self.columns(table_a, table_b))
 
     def _block(self, rows: Int64, columns: Columns) -> Block:
-        left = _digests(self._a, self._pairs.a[rows])
-        right = _digests(self._b, self._pairs.b[rows])
-        return Block(rows, columns, columns.differ(left, right))
+        differ = np.empty((len(rows), len(columns.a)), dtype=np.bool_)
+        step = max(1, _READ_BYTES // (8 * max(1, len(columns.a))))
+        for first in range(0, len(rows), step):
+            part = rows[first : first + step]
+            left, right = _digests(self._a, self._pairs.a[part]), _digests(self._b, self._pairs.b[part])
+            columns.differ(left, right, differ[first : first + step])
+        return Block(rows, columns, differ)
 
 
 def _digests(trace: Trace, rows: Int64) -> NDArray[np.uint64]:

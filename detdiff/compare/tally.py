@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Final
 
 import numpy as np
@@ -15,6 +16,8 @@ from .scan import Block
 
 Int64 = NDArray[np.int64]
 Mask = NDArray[np.bool_]
+
+Plans = Callable[[Int64], tuple[Int64, Int64]]
 
 NEVER: Final = np.int64((1 << 63) - 1)
 
@@ -30,10 +33,8 @@ class Tally:
     ``first`` holds per request (forward a, place of the first differing site, row place, site) of the first origin.
     """
 
-    def __init__(
-        self, ports: CommonPorts, pairs: RowPairs, requests: int, plans: tuple[Int64, Int64]
-    ) -> None:
-        """``plans`` are the kernel plan numbers of each row pair's forwards, int64 [n] for each run."""
+    def __init__(self, ports: CommonPorts, pairs: RowPairs, requests: int, plans: Plans) -> None:
+        """``plans`` gives the kernel plan numbers of row pairs in both runs; it is asked only where origins are."""
         rows, sites = len(pairs), len(ports.sites)
         self._ports, self._pairs, self._plans = ports, pairs, plans
         self.differing = np.zeros(rows, dtype=np.int32)
@@ -102,7 +103,7 @@ class Tally:
         request = self._pairs.request[rows]
         self.origins[rows] += 1
         site = at if place == ROOT else np.full(len(rows), place)
-        keys = np.stack([request, self._plans[0][rows], self._plans[1][rows], site], axis=1)
+        keys = np.stack([request, *self._plans(rows), site], axis=1)
         found, counts = np.unique(keys, axis=0, return_counts=True)
         for (number, plan_a, plan_b, where), count in zip(found.tolist(), counts.tolist(), strict=True):
             self.counts[number, plan_a, plan_b, where] += count

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from mlx.nn.layers.base import Module
 
 from detdiff.errors import LayoutError
 from detdiff.instrument import Plant, Session
+from detdiff.instrument.columns import Selection
 from detdiff.instrument.forward import Forward
 from detdiff.instrument.recorder import Recorder, Subject
 from detdiff.instrument.topk import lens_logits
@@ -36,12 +37,14 @@ class RecordOptions:
     """How to record, beyond what the scenario says.
 
     ``observe`` forwards are run again without recording and their logits compared (0: no check); ``plants`` are
-    faults to plant; ``progress`` is called after each generated token.
+    faults to plant; ``progress`` is called after each generated token; ``values`` keeps the values of these positions
+    by request id, whatever the scenario's capture says.
     """
 
     observe: int = 4
     plants: tuple[Plant, ...] = ()
     progress: Progress | None = None
+    values: Mapping[str, Collection[int]] | None = None
 
 
 def record(
@@ -66,7 +69,7 @@ def record(
     seen = FirstLogits(options.observe)
     started, clock = time.time(), time.perf_counter()
     with TraceWriter(Path(path), _header(scenario, loaded, work, session)) as writer:
-        recorder = Recorder(writer, session.sites, _subject(scenario, loaded, work, session))
+        recorder = Recorder(writer, session.sites, _subject(scenario, loaded, work, session, options))
         count = 0
 
         def on_token(request: int, index: int, token: int) -> None:
@@ -135,12 +138,19 @@ def _header(scenario: Scenario, loaded: LoadedModel, work: list[Work], session: 
     }
 
 
-def _subject(scenario: Scenario, loaded: LoadedModel, work: list[Work], session: Session) -> Subject:
+def _subject(
+    scenario: Scenario, loaded: LoadedModel, work: list[Work], session: Session, options: RecordOptions
+) -> Subject:
     def text(token: int) -> str:
         return str(loaded.tokenizer.decode([token]))
 
+    ids = [w.id for w in work]
+    if options.values is None:
+        selection = Selection.of(scenario.capture, session.sites, ids)
+    else:
+        selection = Selection.at(options.values, session.sites, ids)
     lens = _lens(loaded.model, session) if scenario.capture.lens else None
-    return Subject(scenario.capture, [w.id for w in work], [len(w.prompt) for w in work], text, lens)
+    return Subject(scenario.capture, ids, [len(w.prompt) for w in work], text, selection, lens)
 
 
 def _lens(model: Module, session: Session) -> Callable[[mx.array], mx.array]:

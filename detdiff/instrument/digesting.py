@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from detdiff.scenario import Capture
 from detdiff.trace import Rows, Value
-from detdiff.trace.digest import STORAGE
 
 from .buffers import Memory, memory
+from .columns import Column, Kept, Selection, Source
 from .entries import Ledgers
 from .forward import ForwardRecord, RowTable
 from .host_digest import digest_jobs, layout_job
@@ -22,52 +20,6 @@ from .sites import SiteMap
 
 UInt64 = NDArray[np.uint64]
 Event = dict[str, Any]
-
-
-@dataclass
-class Column:
-    """One distinct value of a row: its digests uint64 [rows], and where its values lie.
-
-    ``present`` are the rows (indices into the forward's row table) that have it; ``source`` is (array as
-    unsigned integers with slots first and rows second, dtype name, slots, columns) or None where no values exist.
-    """
-
-    ports: list[int]
-    present: NDArray[np.int64]
-    digests: UInt64
-    source: tuple[NDArray[Any], str, NDArray[np.int64], NDArray[np.int64]] | None = None
-
-
-@dataclass(frozen=True)
-class Selection:
-    """Which values a capture keeps: a row mask over requests and positions, and a set of ports."""
-
-    ports: frozenset[int]
-    requests: frozenset[int]
-    positions: tuple[int, int] | None
-
-    @classmethod
-    def of(cls, capture: Capture, sites: SiteMap, request_ids: list[str]) -> Selection | None:
-        """None for the digest level, everything for ``full``, what the window names for ``window``."""
-        if capture.level == "digest":
-            return None
-        wanted = capture.sites if capture.level == "window" and capture.sites else ("*",)
-        names = capture.requests if capture.level == "window" and capture.requests else tuple(request_ids)
-        ports = frozenset(
-            port
-            for (key, _), port in sites.ports.items()
-            if any(fnmatchcase(sites.sites[sites.index[key]].name, pattern) for pattern in wanted)
-        )
-        positions = capture.positions if capture.level == "window" else None
-        requests = frozenset(i for i, name in enumerate(request_ids) if name in names)
-        return cls(ports, requests, positions)
-
-    def rows(self, table: RowTable) -> NDArray[np.bool_]:
-        keep = np.isin(table.request, list(self.requests))
-        if self.positions is not None:
-            low, high = self.positions
-            keep &= (table.position >= low) & (table.position <= high)
-        return keep
 
 
 class Digester:
@@ -138,19 +90,20 @@ class Digester:
             rows, slots, cols = self._places(record, table, group[0][1][0])
             digests = digest_jobs([key[2] for key, _ in group], [key[1] for key, _ in group], slots, cols)
             for i, (_, ports) in enumerate(group):
-                source = None
-                if self._selection is not None:
-                    source = (*_by_row(*memories[ports[0]]), slots, cols)
-                columns.append(Column(ports, rows, digests[:, i], source))
+                kept = None
+                if self._wanted(ports):
+                    kept = Source(*_by_row(*memories[ports[0]]), slots, cols).take(rows, self._keep(table))
+                columns.append(Column(ports, rows, digests[:, i], kept))
         return columns
 
     def _device_column(self, record: ForwardRecord, table: RowTable, port: int) -> Column:
         rows, slots, cols = self._places(record, table, port)
-        source = None
-        if self._selection is not None:
+        kept = None
+        if self._wanted([port]):
             axis = None if port in record.states else self._sites.shapes[port].axis
-            source = (*_by_row(memory(record.arrays[port]), axis), slots, cols)
-        return Column([port], rows, np.asarray(record.device[port])[slots, cols], source)
+            source = Source(*_by_row(memory(record.arrays[port]), axis), slots, cols)
+            kept = source.take(rows, self._keep(table))
+        return Column([port], rows, np.asarray(record.device[port])[slots, cols], kept)
 
     def _entries(self, record: ForwardRecord, table: RowTable) -> tuple[list[Column], list[Event]]:
         columns: list[Column] = []
@@ -161,12 +114,11 @@ class Digester:
             events += folded.events
             present = folded.rows
             for h, name in enumerate(folded.names):
-                source = None
-                if self._selection is not None and folded.source is not None:
-                    source = folded.source(h)
-                columns.append(
-                    Column([ports[f"{call.key}.write", name]], present, folded.entries[:, h], source)
-                )
+                port = [ports[f"{call.key}.write", name]]
+                kept = None
+                if folded.source is not None and self._wanted(port):
+                    kept = folded.source(h).take(present, self._keep(table))
+                columns.append(Column(port, present, folded.entries[:, h], kept))
             read = [ports[f"{call.key}.read", "read"]]
             kv = ports.get((f"{call.key.rpartition('.cache')[0]}.attention", "kv"))
             if kv is not None:
@@ -189,7 +141,6 @@ class Digester:
         # Groups in the order of their first row, so that the trace does not depend on how masks sort.
         order = sorted(range(len(patterns)), key=lambda g: int(np.argmax(group_of.ravel() == g)))
         tokens = np.asarray(record.forward.tokens).astype(np.int64)
-        keep = None if self._selection is None else self._selection.rows(table)
         result: list[Rows] = []
         for group in order:
             rows = np.flatnonzero(group_of.ravel() == group)
@@ -202,8 +153,8 @@ class Digester:
                 port_column[column.ports] = place
                 within = np.searchsorted(column.present, rows)
                 digests[:, place] = column.digests[within]
-                if keep is not None and column.source is not None and self._wanted(column):
-                    values[place] = _value(column, rows, within, keep)
+                if column.kept is not None:
+                    values[place] = _value(column.kept, rows)
             result.append(
                 Rows(
                     request=table.request[rows].astype(np.int32),
@@ -219,8 +170,12 @@ class Digester:
             )
         return result
 
-    def _wanted(self, column: Column) -> bool:
-        return self._selection is not None and not self._selection.ports.isdisjoint(column.ports)
+    def _wanted(self, ports: Sequence[int]) -> bool:
+        return self._selection is not None and not self._selection.ports.isdisjoint(ports)
+
+    def _keep(self, table: RowTable) -> NDArray[np.bool_]:
+        assert self._selection is not None
+        return self._selection.rows(table)
 
 
 def _by_row(where: Memory, axis: int | None) -> tuple[NDArray[Any], str]:
@@ -228,11 +183,8 @@ def _by_row(where: Memory, axis: int | None) -> tuple[NDArray[Any], str]:
     return (view[:, None] if axis is None else np.moveaxis(view, axis, 1)), where.dtype
 
 
-def _value(column: Column, rows: NDArray[Any], within: NDArray[Any], keep: NDArray[np.bool_]) -> Value:
-    assert column.source is not None
-    view, dtype, slots, cols = column.source
-    taken = np.flatnonzero(keep[rows])
-    places = within[taken]
-    data = view[slots[places], cols[places]].reshape(len(places), -1)
-    stored = np.ascontiguousarray(data).view(STORAGE[dtype])
-    return Value(taken.astype(np.int32), stored, dtype)
+def _value(kept: Kept, rows: NDArray[np.int64]) -> Value:
+    """Of the kept values those of ``rows``, addressed within them."""
+    inside = np.isin(kept.rows, rows)
+    places = np.searchsorted(rows, kept.rows[inside])
+    return Value(places.astype(np.int32), kept.data[inside], kept.dtype)

@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 from detdiff.trace import head_weight, position_weight
 
 from .buffers import Memory, memory
+from .columns import Source
 from .forward import CacheCall, Segment
 from .host_digest import digest_entries, fold_entries
 
 UInt64 = NDArray[np.uint64]
 Int64 = NDArray[np.int64]
-Source = tuple[NDArray[Any], str, Int64, Int64]
 
 EVERYTHING = 1 << 40
 
@@ -125,7 +125,7 @@ class Ledgers:
         def source(entry: int) -> Source:
             part = 0 if entry < heads[0] else 1
             view = memories[part].numpy()[:, entry - (heads[0] if part else 0)]
-            return view, memories[part].dtype, slots, columns
+            return Source(view, memories[part].dtype, slots, columns)
 
         entries, written, read = (np.concatenate([p[i] for p in pieces]) for i in range(3))
         return Folded(order, names, entries, written, read, events, source if single else None)

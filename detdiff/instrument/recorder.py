@@ -15,8 +15,9 @@ from detdiff.scenario import Capture
 from detdiff.trace import Generated, Lens, TraceWriter, format_ranges
 
 from .bookkeeping import describe, summarise
+from .columns import Selection
 from .device_digest import device_entries, device_rows
-from .digesting import Digester, Selection
+from .digesting import Digester
 from .entries import cache_call
 from .forward import Forward, ForwardRecord, RowTable
 from .sites import Arrays, SiteMap
@@ -37,12 +38,17 @@ class _Answer:
 
 @dataclass(frozen=True)
 class Subject:
-    """What is recorded: the capture, the requests' ids and prompt lengths, and a text for each token id."""
+    """What is recorded: the capture, the requests' ids and prompt lengths, a text for each token id.
+
+    ``selection`` are the values to keep beside the digests (None: none); ``lens`` gives the logits [rows, V] of
+    hidden rows [rows, D] as if the model ended there.
+    """
 
     capture: Capture
     request_ids: list[str]
     prompt_lengths: list[int]
     text: Callable[[int], str]
+    selection: Selection | None = None
     lens: Callable[[mx.array], mx.array] | None = None
 
 
@@ -65,7 +71,7 @@ class Recorder:
         self._on_device = capture.digest == "device" or (
             capture.digest == "auto" and mx.default_device() == mx.gpu
         )
-        self._digester = Digester(sites, Selection.of(capture, sites, subject.request_ids))
+        self._digester = Digester(sites, subject.selection)
         self._pending: deque[ForwardRecord] = deque()
         self._record: ForwardRecord | None = None
         self._texts: set[int] = set()

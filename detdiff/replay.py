@@ -1,0 +1,89 @@
+"""Replay: re-run both sides of a digest comparison, check the digests, and capture values where it matters.
+
+A long run then costs a digest trace, and still gets its units in the last place.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from detdiff.compare import Divergence, RequestDivergence, compare
+from detdiff.errors import ReplayError
+from detdiff.scenario import Scenario
+from detdiff.trace import Trace
+
+NEIGHBOURS = 1  # positions captured on each side of a flip, an origin and a cache entry
+
+Progress = Callable[[int, int], None]
+
+
+def replay(
+    a: Trace, b: Trace, divergence: Divergence | None = None, *, progress: Progress | None = None
+) -> Divergence:
+    """The divergence of ``a`` and ``b`` with magnitudes, from re-runs of both scenarios.
+
+    ``divergence`` is what ``compare(a, b)`` gave, where it is known already. Values are captured around each
+    request's flip, first origin and first differing cache entry. Nothing is re-run where nothing differs.
+    Raises ReplayError when a re-run's model or digests are not those that the trace stored, and what loading
+    and running raise.
+    """
+    if divergence is None:
+        divergence = compare(a, b)
+    places = {r.id: _positions(r) for r in divergence.requests if not r.identical}
+    if not any(places.values()):
+        return divergence
+    with tempfile.TemporaryDirectory(prefix="detdiff-replay-") as folder:
+        again = [_run(trace, Path(folder) / side, places, progress) for trace, side in ((a, "a"), (b, "b"))]
+        found = compare(*again)
+        note = (
+            f"replayed: both runs again, {found.compared.rows} rows; the digests are those of the traces, and values "
+            "were captured around flip, origin and first cache entry"
+        )
+        # The answer is about the traces that were asked about, not about the temporary ones.
+        return replace(found, a=divergence.a, b=divergence.b, notes=(*divergence.notes, note))
+
+
+def _positions(request: RequestDivergence) -> set[int]:
+    centres = [
+        place.position for place in (request.flip, request.origin, request.cache_entry) if place is not None
+    ]
+    return {
+        position
+        for centre in centres
+        for position in range(max(0, centre - NEIGHBOURS), centre + NEIGHBOURS + 1)
+    }
+
+
+def _run(trace: Trace, path: Path, places: dict[str, set[int]], progress: Progress | None) -> Trace:
+    # The engine needs mlx; comparing does not, so it is loaded only here.
+    from detdiff.engine import RecordOptions, record
+    from detdiff.model import load
+
+    scenario = Scenario.from_dict(trace.scenario, where=f"the scenario of {trace.path}")
+    loaded = load(scenario.model)
+    for key in ("config_sha256", "weights_sha256", "tokenizer_sha256"):
+        if loaded.identity.get(key) != trace.model.get(key):
+            raise ReplayError(
+                f"The model {scenario.model!r} has the {key.partition('_')[0]} hash {loaded.identity.get(key)}; the trace "
+                f"{trace.path} was recorded with {trace.model.get(key)}. Name the model it was recorded with, or record "
+                "again."
+            )
+    again = record(scenario, path, loaded=loaded, options=RecordOptions(values=places, progress=progress))
+    check = compare(trace, again)
+    if not check.identical:
+        parted = next((r for r in check.requests if not r.identical), None)
+        where = "not everything could be compared"
+        if parted is not None and parted.origin is not None:
+            origin = parted.origin
+            where = f"the first difference is at {origin.site}, position {origin.position} of {parted.id}"
+        elif parted is not None:
+            where = f"request {parted.id} parts on the rung {parted.rung}"
+        raise ReplayError(
+            f"A re-run of {trace.path} does not give the digests that it stored ({where}). Expected the same bits from "
+            "the same scenario: either the machine or a version is another one (see the environment in `detdiff show`), "
+            "or the run is not repeatable. Record both sides again on this machine."
+        )
+    return again
