@@ -1,7 +1,7 @@
 # Everything is built on `venv`: a fresh clone needs python3 (3.11 or newer) and make, nothing else.
 #
 #   make demo    the built-in model, serial against continuous: where do they part?
-#   make test    all tests, real weights included (fetched once)
+#   make test    all tests, real weights included (fetched once, kept in ~/.cache/detdiff)
 #   make check   lint, format, types, all tests
 #   make bench   the measurements of docs/performance.md
 #   make clean   removes what the above made, the environment included
@@ -11,9 +11,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 JOBS ?= $(shell getconf _NPROCESSORS_ONLN)
-REAL_MODEL ?= .cache/models/smollm2-packed-bf16
 
-.PHONY: venv model demo test lint types check bench clean
+.PHONY: venv demo test lint types check bench clean
 .DEFAULT_GOAL := demo
 .DELETE_ON_ERROR:
 
@@ -26,16 +25,11 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,gguf]'
 	@touch $@
 
-model: $(REAL_MODEL)/config.json
-
-$(REAL_MODEL)/config.json: | venv
-	$(BIN)/python tools/real_model.py smollm2 $(REAL_MODEL) --packed --dtype bf16
-
 demo: venv
 	@$(BIN)/detdiff demo
 
-test: venv model
-	DETDIFF_REAL_MODEL=$(REAL_MODEL) $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadscope $(ARGS)
+test: venv
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadscope $(ARGS)
 
 lint: venv
 	$(BIN)/ruff check
@@ -46,9 +40,9 @@ types: venv
 
 check: lint types test
 
-bench: venv model
-	DETDIFF_REAL_MODEL=$(REAL_MODEL) $(BIN)/python -m benchmarks $(ARGS)
+bench: venv
+	$(BIN)/python -m benchmarks $(ARGS)
 
 clean:
-	rm -rf $(VENV) .cache build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -301,3 +301,15 @@ class ReplayError(DetdiffError):
 
 class AnswerError(DetdiffError):
     """A JSON answer has another schema, or keys that its schema does not have."""
+
+
+class CommandError(DetdiffError):
+    """A command's arguments contradict one another, or something that it needs is not among them."""
+
+
+class Interrupted(DetdiffError):
+    """The user stopped a command; the message says what stays readable."""
+
+
+class ReportNeeded(DetdiffError):
+    """An error that detdiff does not expect: a fault of its own, or of a library it calls."""

@@ -181,10 +181,10 @@ class RequestAnswer:
         where = np.zeros(len(position), dtype=bool)
         for n, place in enumerate(tally.cache_sites):
             site = ports.sites[place].site
-            alive = rows[tally.present[n, rows] > 0]
+            alive = rows[tally.present(n, rows) > 0]
             if site.kind == "state" and len(alive):
                 alive = alive[position[alive] == position[alive].max()]
-            entries += int(tally.present[n, alive].sum())
+            entries += int(tally.present(n, alive).sum())
             differing = alive[tally.entries[n, alive] > 0]
             if not len(differing) or (site.kind == "cache_write" and site.layer in unread):
                 continue

@@ -30,6 +30,7 @@ class Call:
     rule: str | None
 
 
+_FEW: Final = 16  # a parsed line costs as much as this many skimmed ones
 _EVENTS: Final = b'"events"'
 _NO_CALL: Final = Call(None, None, None, None)
 
@@ -43,14 +44,19 @@ class RunLog:
         self._run = run
         self._forwards = trace.forwards()
         self._calls: dict[int, list[Call]] = {}
+        self._plan = np.full(len(self._forwards), -1, dtype=np.int64)
 
     def __len__(self) -> int:
         return len(self._forwards)
 
-    @cached_property
-    def plan(self) -> NDArray[np.int64]:
-        """The number of every forward's kernel plan, int64 [forwards]."""
-        return self._skimmed[0]
+    def plans(self, forwards: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The kernel plan numbers of some forwards, int64 in their order."""
+        unknown = np.unique(forwards[self._plan[forwards] < 0])
+        if len(unknown) * _FEW > len(self._plan):
+            self._plan = self._skimmed[0]
+        else:
+            self._plan[unknown] = [self._forwards[number]["plan"] for number in unknown.tolist()]
+        return self._plan[forwards]
 
     @cached_property
     def _skimmed(self) -> tuple[NDArray[np.int64], list[int]]:
@@ -94,19 +100,22 @@ class RunLog:
 
     def call(self, forward: int, site: int) -> Call:
         """The call that computed a site (by its index in this trace) in a forward; all None if not recorded."""
-        return self.planned(int(self.plan[forward]), site)
+        return self.planned(self._plan_of(forward), site)
+
+    def _plan_of(self, forward: int) -> int:
+        return int(self.plans(np.array([forward]))[0])
 
     def planned(self, plan: int, site: int) -> Call:
-        """The call that a plan, by its number, makes of a site."""
+        """The call that a plan makes of a site; ``plan`` is a number that ``plans`` gave."""
         if plan not in self._calls:
-            forward = int(np.flatnonzero(self.plan == plan)[0])
+            forward = int(np.flatnonzero(self._plan == plan)[0])
             self._calls[plan] = self._calls_of(self._forwards[forward]["calls"])
         return self._calls[plan][site]
 
     def paths(self, forward: int) -> tuple[PathUse, ...]:
         """The kernel paths of a forward, most used first."""
         self.call(forward, 0)
-        count = Counter(call.path for call in self._calls[int(self.plan[forward])] if call.path is not None)
+        count = Counter(call.path for call in self._calls[self._plan_of(forward)] if call.path is not None)
         return tuple(
             PathUse(path, sites)
             for path, sites in sorted(count.items(), key=lambda item: (-item[1], item[0]))

@@ -58,12 +58,13 @@ def _scan(runs: Runs, ports: CommonPorts, pairs: RowPairs, pairing: Pairing) -> 
     forward_b = runs.b.row_index().forward[pairs.b].astype(np.int64)
 
     def plans(rows: Int64) -> tuple[Int64, Int64]:
-        return runs.log_a.plan[forward_a[rows]], runs.log_b.plan[forward_b[rows]]
+        return runs.log_a.plans(forward_a[rows]), runs.log_b.plans(forward_b[rows])
 
     tally = Tally(ports, pairs, len(pairing.pairs), plans)
     scanner = Scanner(runs.a, runs.b, ports, pairs)
     for block in scanner.blocks():
         tally.add(block, forward_a)
+    tally.settle(forward_a)
     rules = LateRules(tally, ports, pairs, scanner)
     late = {}
     for found in rules.origins():

@@ -102,7 +102,7 @@ class LateRules:
         return (
             bool(writes)
             and len(rows) == position + 1
-            and all(bool((self._tally.present[n, rows] > 0).all()) for n in writes)
+            and all(bool((self._tally.present(n, rows) > 0).all()) for n in writes)
         )
 
     def _writes(self, layer: int | None) -> list[int]:

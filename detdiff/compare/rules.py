@@ -90,11 +90,14 @@ class _Block:
             self._claim(ROOT, mask, everything)
 
     def _composite(self, place: int, site: CommonSite, leaving: Mask | None) -> None:
+        entering = self.inputs.get(place)
+        if entering is not None and entering.all():
+            return
         mask = self._born_between(site.descendants, leaving)
         if mask is None or not self._knows_inputs(site) or self._blind(site.descendants):
             return
-        if place in self.inputs:
-            mask = mask & ~self.inputs[place]
+        if entering is not None:
+            mask &= ~entering
         self._claim(place, mask, site.descendants, lasting=site.stateful)
 
     def _born_between(self, inside: tuple[int, ...] | range, leaving: Mask | None) -> Mask | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final
 
@@ -19,6 +20,7 @@ Int64 = NDArray[np.int64]
 _READ_BYTES: Final = (
     1 << 20
 )  # of one trace: what was read is compared while it is still in the processor's cache
+_THREADS: Final = 2
 _BLOCK_BYTES: Final = 8 << 20  # of answers, a byte for each pair of digests
 
 
@@ -29,6 +31,15 @@ class Block:
     rows: Int64
     columns: Columns
     differ: NDArray[np.bool_]
+
+    @classmethod
+    def joined(cls, blocks: Sequence[Block]) -> Block:
+        """Blocks of the same tables as one."""
+        return cls(
+            np.concatenate([block.rows for block in blocks]),
+            blocks[0].columns,
+            np.concatenate([block.differ for block in blocks]),
+        )
 
 
 class Scanner:
@@ -73,10 +84,18 @@ class Scanner:
     def _block(self, rows: Int64, columns: Columns) -> Block:
         differ = np.empty((len(rows), len(columns.a)), dtype=np.bool_)
         step = max(1, _READ_BYTES // (8 * max(1, len(columns.a))))
-        for first in range(0, len(rows), step):
+
+        def compare(first: int) -> None:
             part = rows[first : first + step]
             left, right = _digests(self._a, self._pairs.a[part]), _digests(self._b, self._pairs.b[part])
             columns.differ(left, right, differ[first : first + step])
+
+        if len(rows) <= step:
+            compare(0)
+        else:
+            # Reading and comparing let go of the interpreter, so two threads take two processors.
+            with ThreadPoolExecutor(_THREADS) as pool:
+                list(pool.map(compare, range(0, len(rows), step)))
         return Block(rows, columns, differ)
 
 

@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from .ports import CommonPorts
+from .ports import Columns, CommonPorts
 from .rows import RowPairs
 from .rules import ROOT, Judged, judge
 from .scan import Block
@@ -19,6 +19,7 @@ Mask = NDArray[np.bool_]
 
 Plans = Callable[[Int64], tuple[Int64, Int64]]
 
+_WAITING_BYTES: Final = 16 << 20
 NEVER: Final = np.int64((1 << 63) - 1)
 
 
@@ -26,7 +27,7 @@ class Tally:
     """Sums over blocks. ``n`` is the number of row pairs, ``r`` of requests, ``s`` of common sites.
 
     ``differing`` and ``compared`` int32 [n] count digests per row; ``origins`` int32 [n] origins per row.
-    ``entries`` and ``present`` uint16 [cache and state sites, n] count differing and compared cache entries per row.
+    ``entries`` uint16 [cache and state sites, n] counts differing cache entries per row.
     ``layer_differing`` and ``layer_compared`` int64 [r, layers].
     ``carried``, ``lasting``, ``touched`` int64 [r, s], and ``pending`` [r, s + 1] with ROOT last, hold the smallest
     position << 32 | row place at which that happened, or NEVER. ``counts`` counts origins by (request, plan a, plan b, site).
@@ -44,7 +45,10 @@ class Tally:
             n for n, s in enumerate(ports.sites) if s.site.kind in ("cache_write", "state")
         )
         self.entries = np.zeros((len(self.cache_sites), rows), dtype=np.uint16)
-        self.present = np.zeros((len(self.cache_sites), rows), dtype=np.uint16)
+        self._columns: list[Columns] = []
+        self._columns_of = np.zeros(rows, dtype=np.int32)
+        self._waiting: dict[int, list[Block]] = {}
+        self._waiting_bytes = 0
         layers = {site.site.layer for site in ports.sites}
         self.layers = tuple(sorted(layers, key=lambda layer: (layer is None, layer or 0)))
         place = {layer: n for n, layer in enumerate(self.layers)}
@@ -63,26 +67,49 @@ class Tally:
         self.blind = 0
 
     def add(self, block: Block, forward_a: Int64) -> None:
-        """Count one block; ``forward_a`` int64 [n] is run A's forward of every row pair."""
+        """Count one block; ``forward_a`` int64 [n] is run A's forward of every row pair. ``settle`` ends the pass."""
         rows, columns = block.rows, block.columns
-        request = self._pairs.request[rows]
-        layer = np.zeros(len(columns.a), dtype=np.int64)
-        both = np.flatnonzero(columns.pair >= 0)
-        # A column shared by several ports counts for the first of them in execution order.
-        layer[columns.pair[both[::-1]]] = self._port_layer[both[::-1]]
-        per_layer = np.bincount(layer, minlength=len(self.layers))
-        per_request = np.bincount(request, minlength=len(self.layer_compared))
-        self.layer_compared += per_request[:, None] * per_layer
+        number = next((n for n, known in enumerate(self._columns) if known is columns), len(self._columns))
+        if number == len(self._columns):
+            self._columns.append(columns)
+        self._columns_of[rows] = number
         self.compared[rows] = len(columns.a)
         self.one_sided += columns.one_sided * len(rows)
-        for n, place in enumerate(self.cache_sites):
-            outputs = self._ports.sites[place].outputs
-            self.present[n, rows] = np.count_nonzero(columns.pair[list(outputs)] >= 0)
+        per_layer = np.bincount(self._layers_of(columns), minlength=len(self.layers))
+        per_request = np.bincount(self._pairs.request[rows], minlength=len(self.layer_compared))
+        self.layer_compared += per_request[:, None] * per_layer
         parted = np.flatnonzero(block.differ.any(axis=1))
-        if not len(parted):
-            return
-        rows, request = rows[parted], request[parted]
-        differ = np.ascontiguousarray(block.differ[parted].T)
+        if len(parted):
+            # Judging takes about as long for one row as for a thousand, so rows wait for others of their tables.
+            self._waiting.setdefault(number, []).append(Block(rows[parted], columns, block.differ[parted]))
+            self._waiting_bytes += len(parted) * len(columns.a)
+            if self._waiting_bytes >= _WAITING_BYTES:
+                self.settle(forward_a)
+
+    def settle(self, forward_a: Int64) -> None:
+        """Judge the rows that still wait."""
+        for blocks in self._waiting.values():
+            self._judge(Block.joined(blocks), forward_a)
+        self._waiting, self._waiting_bytes = {}, 0
+
+    def present(self, n: int, rows: Int64) -> Int64:
+        """How many entries of cache site ``n`` were compared in each of ``rows``, int64."""
+        outputs = list(self._ports.sites[self.cache_sites[n]].outputs)
+        counts = np.array([np.count_nonzero(columns.pair[outputs] >= 0) for columns in self._columns])
+        return np.asarray(counts[self._columns_of[rows]], dtype=np.int64)
+
+    def _layers_of(self, columns: Columns) -> Int64:
+        """The place in ``layers`` of each column pair; one that several ports share counts for the first of them."""
+        layer = np.zeros(len(columns.a), dtype=np.int64)
+        both = np.flatnonzero(columns.pair >= 0)[::-1]
+        layer[columns.pair[both]] = self._port_layer[both]
+        return layer
+
+    def _judge(self, block: Block, forward_a: Int64) -> None:
+        rows, columns = block.rows, block.columns
+        request = self._pairs.request[rows]
+        layer = self._layers_of(columns)
+        differ = np.ascontiguousarray(block.differ.T)
         self.differing[rows] = np.count_nonzero(differ, axis=0)
         for number in np.unique(request).tolist():
             per_pair = np.count_nonzero(differ[:, request == number], axis=1)

@@ -17,14 +17,26 @@ from detdiff.errors import LayoutError
 from detdiff.instrument import Session
 
 
-class PackedOffset:
+class _Opaque:
+    """Answers no question, so that a model which asks one stops instead of taking one answer for all requests."""
+
+    def __bool__(self) -> bool:
+        raise TypeError(f"{type(self).__name__} was asked whether it is true")
+
+    def __eq__(self, other: object) -> bool:
+        raise TypeError(f"{type(self).__name__} was compared with {other!r}")
+
+    __hash__ = object.__hash__
+
+
+class PackedOffset(_Opaque):
     """Stands for the position of column 0; only RoPE may use it, request by request."""
 
     def __init__(self, offsets: Sequence[int]) -> None:
         self.offsets = tuple(offsets)
 
 
-class PackedMask:
+class PackedMask(_Opaque):
     """The masks of the requests, one each."""
 
     kind = "per request"
@@ -33,7 +45,7 @@ class PackedMask:
         self.masks = tuple(masks)
 
 
-class PackedEntries:
+class PackedEntries(_Opaque):
     """Keys or values of the requests, one array each; only attention may use them."""
 
     def __init__(self, parts: Sequence[Any]) -> None:

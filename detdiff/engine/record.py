@@ -22,9 +22,9 @@ from detdiff.scenario import Scenario
 from detdiff.trace import Trace, TraceWriter
 
 from .environment import environment
+from .leaks import refuse_leaks
 from .observer import FirstLogits, compare_logits
 from .packed import PackedEngine
-from .packing import refuse_unpackable
 from .padded import PaddedComposer, run_padded
 from .work import OnToken, Work, prepare
 
@@ -64,7 +64,7 @@ def record(
     work = prepare(scenario, loaded)
     session = Session(loaded.model, scenario.kernels, options.plants)
     if scenario.schedule.layout == "packed":
-        refuse_unpackable(loaded.model)
+        refuse_leaks(loaded.model)
     total = sum(w.max_tokens for w in work)
     seen = FirstLogits(options.observe)
     started, clock = time.time(), time.perf_counter()
@@ -102,7 +102,7 @@ def generate(
     work = prepare(scenario, loaded)
     session = Session(loaded.model, scenario.kernels)
     if scenario.schedule.layout == "packed":
-        refuse_unpackable(loaded.model)
+        refuse_leaks(loaded.model)
     with session.running(None, packed=scenario.schedule.layout == "packed"):
         session.on_logits = on_logits
         _run(scenario, session, work, lambda *_: None)

@@ -13,6 +13,7 @@ from mlx_lm.models.cache import ArraysCache
 from detdiff.errors import KernelPlanError, LayoutError
 from detdiff.scenario import KernelPlan
 
+from .buffers import handle
 from .forward import Forward
 from .paths import PathRunner, call_of
 from .plant import Plant
@@ -191,6 +192,8 @@ class Session:
         try:
             if kind in ("linear", "as_linear"):
                 args = (self._selected(key, args[0]), *args[1:])
+            held = self._hold_all((*args, *kw.values()))
+            if kind in ("linear", "as_linear"):
                 y = self._linear(key, native, module, args[0])
             elif kind == "rope" and self.packing is not None:
                 y = self.packing.rope(native, args, kw)
@@ -202,13 +205,18 @@ class Session:
         y = self._planted(key, "out", y)
         if self._sink is not None:
             if kind == "switch":
-                inputs, outputs = self._switch_ports(key, args, kw, y)
+                inputs, outputs = self._switch_ports(key, held, args[1], y)
             else:
-                arrays = [a for a in (*args, *kw.values()) if isinstance(a, mx.array) and a.ndim > 1]
-                inputs = [("in" if i == 0 else f"in.{i + 1}", a) for i, a in enumerate(arrays)]
+                inputs = [("in" if i == 0 else f"in.{i + 1}", a) for i, a in enumerate(held)]
                 outputs = [("out", y)]
             self._sink.site(key, kind, inputs, outputs, self._where)
         return y
+
+    def _hold_all(self, values: Sequence[Any]) -> list[mx.array]:
+        """Handles on the arrays among a call's arguments, taken before the call may change them in place."""
+        arrays = [a for a in values if isinstance(a, mx.array) and a.ndim > 1]
+        # Discovery tells a query's RoPE from a key's by the identity of the arrays, and reads only shapes.
+        return arrays if self.forward is None else [handle(a) for a in arrays]
 
     def _selected(self, key: str, x: mx.array) -> mx.array:
         """In a packed forward the head sees only the rows whose logits are asked for, as engines do it."""
@@ -257,10 +265,12 @@ class Session:
             self._sorted = (result[1], result[2])
         return result
 
-    def _switch_ports(self, key: str, args: Any, kw: Any, y: mx.array) -> tuple[Arrays, Arrays]:
+    def _switch_ports(
+        self, key: str, held: Sequence[mx.array], indices: Any, y: mx.array
+    ) -> tuple[Arrays, Arrays]:
         """Ports of an expert linear, brought back from expert order to row order where mlx-lm sorted them."""
-        x, experts = args[0], args[1]
-        if self._sorted is None or experts is not self._sorted[0] or self.forward is None:
+        x, experts = held[0], held[1] if len(held) > 1 else indices
+        if self._sorted is None or indices is not self._sorted[0] or self.forward is None:
             return [("in", x), ("experts", experts)], [("out", y)]
         order = self._sorted[1]
         slots, columns = self.forward.shape
@@ -278,6 +288,7 @@ class Session:
             return native(*args, **kw)
         key = self._key(name)
         parent = self._where
+        held = self._hold_all(args[:1])
         self._stack.append(name)
         try:
             result = native(*args, **kw)
@@ -292,8 +303,8 @@ class Session:
             planted = self._planted(key, "out", first)
             if planted is not first:
                 result = (planted, *result[1:]) if isinstance(result, tuple) else planted
-            if self._sink is not None and args and isinstance(args[0], mx.array):
-                self._sink.site(key, "composite", [("in", args[0])], [("out", planted)], parent)
+            if self._sink is not None and held:
+                self._sink.site(key, "composite", [("in", held[0])], [("out", planted)], parent)
         if self.recording is not None and self.forward is not None and key in self.sites.blocks:
             self.recording.block_done(key)
         return result
@@ -314,14 +325,14 @@ class Session:
         if not self._active:
             return native(*args, **kw)
         key = self._key(f"{self._where}.attention")
+        queries = self._hold_all(args[:1] or [kw.get("queries")])
         if self.packing is not None:
             y = self.packing.attention(native, args, kw)
         else:
             y = native(*args, **kw)
         y = self._planted(key, "out", y)
         if self._sink is not None:
-            queries = args[0] if args else kw["queries"]
-            self._sink.site(key, "attention", [("in", queries)], [("out", y)], self._where)
+            self._sink.site(key, "attention", [("in", q) for q in queries], [("out", y)], self._where)
             if self.recording is not None and self.forward is not None:
                 self.recording.mask(
                     self._layer(key), _mask_kind(kw.get("mask", args[5] if len(args) > 5 else None))
@@ -335,8 +346,9 @@ class Session:
     def cache(self, native: Callable[..., Any], cache: Any, args: Any) -> Any:
         if not self._active or self.packing is not None:
             return native(*args)
+        given = self._hold_all(args)
         result = native(*args)
-        self.cache_call(args[0], args[1], [(cache, result)])
+        self.cache_call(given[0], given[1], [(cache, result)])
         return result
 
     def cache_call(self, keys: mx.array, values: mx.array, calls: list[tuple[Any, Any]]) -> None:

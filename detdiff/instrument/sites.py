@@ -31,6 +31,8 @@ def module_kind(module: Module) -> str | None:
         return "embedding"
     if any(name in LINEAR_CLASSES for name in names):
         return "linear"
+    if module.children():
+        return None  # a block whose name says rope or norm is still a block
     if any("rope" in name.lower() or "rotary" in name.lower() for name in names):
         return "rope"
     if any("Norm" in name for name in names):

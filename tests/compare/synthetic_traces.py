@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from detdiff.trace import Generated, Rows, Site, Trace, TraceWriter, format_ranges, ports_of
 
@@ -116,7 +117,9 @@ def together(asks: Sequence[Ask]) -> list[list[Span]]:
     """All requests at once: one forward of all prompts, then one row of each."""
     forwards: list[list[Span]] = [[(n, 0, len(ask.prompt)) for n, ask in enumerate(asks)]]
     for step in range(max(len(ask.generated) for ask in asks) - 1):
-        forwards.append([(n, len(a.prompt) + step, 1) for n, a in enumerate(asks) if step < len(a.generated) - 1])
+        forwards.append(
+            [(n, len(a.prompt) + step, 1) for n, a in enumerate(asks) if step < len(a.generated) - 1]
+        )
     return forwards
 
 
@@ -179,7 +182,11 @@ class Model:
         q, k, v = (self.leaf(f"{name}.{p}_proj", x) for p in "qkv")
         write, read = f"{name}.cache.write", f"{name}.cache.read"
         k, v = self.port(write, "k", k), self.port(write, "v", v)
-        entries = [self.port(write, f"{s}.{h}", mix(s, h, given)) for s, given in (("K", k), ("V", v)) for h in (0, 1)]
+        entries = [
+            self.port(write, f"{s}.{h}", mix(s, h, given))
+            for s, given in (("K", k), ("V", v))
+            for h in (0, 1)
+        ]
         ledger = self.entries.setdefault((request, name), {})
         ledger[position] = entries
         written = self.port(read, "written", mix([ledger[p] for p in range(position + 1)]))
@@ -207,7 +214,9 @@ def write_trace(path: Path, plan: Plan) -> Trace:
         "scenario": {"schedule": "serial", "layout": "packed"},
         "model": {"name": "made-up", "config_sha256": "c" * 64, "weights_sha256": "w" * 64},
         "environment": {"detdiff": "0"},
-        "requests": [{"id": a.id, "tokens": list(a.prompt), "max_tokens": len(a.generated)} for a in plan.asks],
+        "requests": [
+            {"id": a.id, "tokens": list(a.prompt), "max_tokens": len(a.generated)} for a in plan.asks
+        ],
         "sites": model.sites,
         "observer": {"checked": True},
         **plan.header,
@@ -223,17 +232,21 @@ def write_trace(path: Path, plan: Plan) -> Trace:
 
 
 def _write_forward(
-    writer: TraceWriter, plan: Plan, model: Model, number: int, spans: Sequence[Span], ports: list[tuple[str, str]]
+    writer: TraceWriter,
+    plan: Plan,
+    model: Model,
+    number: int,
+    spans: Sequence[Span],
+    ports: list[tuple[str, str]],
 ) -> None:
     total = sum(count for _, _, count in spans)
     linear = [n for n, site in enumerate(model.sites) if site.kind in ("linear", "head")]
     others = [n for n in range(len(model.sites)) if n not in linear]
     path = plan.path(total)
     calls = [
-        {"path": path, "rule": f"{total} rows -> {path}", "rows": total, "second_last": total, "sites": linear},
-        {"path": "native", "rule": "", "rows": total, "second_last": total, "sites": others},
+        {"path": name, "rule": rule, "rows": total, "second_last": total, "sites": format_ranges(sites)}
+        for name, rule, sites in ((path, f"{total} rows -> {path}", linear), ("native", "", others))
     ]
-    spans_of = [{**call, "sites": format_ranges(call["sites"])} for call in calls]
     phases = ["decode" if start >= len(plan.asks[r].prompt) else "prefill" for r, start, _ in spans]
     line: dict[str, Any] = {
         "forward": number,
@@ -244,7 +257,7 @@ def _write_forward(
             {"request": r, "slot": slot, "start": start, "count": count, "phase": phases[slot]}
             for slot, (r, start, count) in enumerate(spans)
         ],
-        "plan": writer.plan(spans_of),
+        "plan": writer.plan(calls),
         "caches": [],
     }
     if number in plan.events:
@@ -254,15 +267,23 @@ def _write_forward(
         for position in range(start, start + count):
             row = model.row(request, position, position == start + count - 1)
             if number not in plan.skip:
-                _write_row(writer, plan, row, ports, (request, position, number, slot, PHASES.index(phases[slot])))
+                _write_row(
+                    writer, plan, row, ports, (request, position, number, slot, PHASES.index(phases[slot]))
+                )
         position = start + count - 1
-        rewritten = any(r == request and s <= position < s + n for f in plan.forwards[number + 1 :] for r, s, n in f)
+        rewritten = any(
+            r == request and s <= position < s + n for f in plan.forwards[number + 1 :] for r, s, n in f
+        )
         if not rewritten:
             _write_token(writer, plan, request, position, number)
 
 
 def _write_row(
-    writer: TraceWriter, plan: Plan, row: Row, ports: list[tuple[str, str]], numbers: tuple[int, int, int, int, int]
+    writer: TraceWriter,
+    plan: Plan,
+    row: Row,
+    ports: list[tuple[str, str]],
+    numbers: tuple[int, int, int, int, int],
 ) -> None:
     request, position, forward, slot, phase = numbers
     columns: dict[int, int] = {}
@@ -271,9 +292,22 @@ def _write_row(
         # Equal values share a column, as the very same array does in a recorded trace.
         present = port in row and port not in plan.absent
         table.append(columns.setdefault(row[port], len(columns)) if present else -1)
-    one = [np.array([n], np.int32) for n in (request, position, forward, slot, phase)]
-    token = np.array([plan.asks[request].fed(position)], np.int32)
-    writer.rows(Rows(*one, token, tuple(table), np.array([list(columns)], np.uint64)))
+    writer.rows(
+        Rows(
+            request=one(request),
+            position=one(position),
+            forward=one(forward),
+            slot=one(slot),
+            phase=one(phase),
+            token=one(plan.asks[request].fed(position)),
+            table=tuple(table),
+            digests=np.array([list(columns)], np.uint64),
+        )
+    )
+
+
+def one(number: int) -> NDArray[np.int32]:
+    return np.array([number], np.int32)
 
 
 def _write_token(writer: TraceWriter, plan: Plan, request: int, position: int, forward: int) -> None:
@@ -285,6 +319,7 @@ def _write_token(writer: TraceWriter, plan: Plan, request: int, position: int, f
     top = plan.logits.get((request, index), [(token, 2.0), (token + 1, 1.0)])
     for id, _ in top:
         writer.text(id, f" t{id}")
-    columns = [np.array([n], np.int32) for n in (request, index, token, forward, position)]
-    ids = np.array([[id for id, _ in top]], np.int32)
-    writer.generated(Generated(*columns, ids, np.array([[x for _, x in top]], np.float32)))
+    ids, logits = np.array([[id for id, _ in top]], np.int32), np.array([[x for _, x in top]], np.float32)
+    writer.generated(
+        Generated(one(request), one(index), one(token), one(forward), one(position), ids, logits)
+    )

@@ -14,7 +14,7 @@ from detdiff.compare import Values, kl_divergence, measure, ulp_distance
 FINITE = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
 
-def f32(*numbers: float) -> Values:
+def f32(*numbers: float | np.float32) -> Values:
     return Values(np.array(numbers, np.float32), "F32")
 
 
@@ -24,8 +24,7 @@ def bf16(*words: int) -> Values:
 
 @given(FINITE, st.integers(0, 200))
 def test_ulps_count_steps_to_the_next_number(start: float, steps: int) -> None:
-    here = np.float32(start)
-    there = here
+    here = there = np.float32(start)
     for _ in range(steps):
         there = np.nextafter(there, np.float32(math.inf), dtype=np.float32)
     if np.isfinite(there):
@@ -49,7 +48,9 @@ def test_ulps_by_dtype() -> None:
     assert ulp_distance(*doubles).tolist() == [2 * 0x7FF0000000000000]
 
 
-@pytest.mark.parametrize("pair", [(f32(1), bf16(1)), (f32(1), f32(1, 2)), (Values(np.array([1], np.uint32), "U32"),) * 2])
+@pytest.mark.parametrize(
+    "pair", [(f32(1), bf16(1)), (f32(1), f32(1, 2)), (Values(np.array([1], np.uint32), "U32"),) * 2]
+)
 def test_ulps_need_one_float_dtype_and_size(pair: tuple[Values, Values]) -> None:
     with pytest.raises(ValueError, match="ULPs need"):
         ulp_distance(*pair)

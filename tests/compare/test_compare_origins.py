@@ -14,9 +14,14 @@ from synthetic_traces import Ask, Fault, Plan, serial, site_list, together, writ
 
 from detdiff.compare import Divergence, compare
 
-ASKS = (Ask("anchor", tuple(range(10, 20)), (30, 31, 32, 33, 34)), Ask("follower", (40, 41, 42, 43, 44), (50, 51, 52)))
+ASKS = (
+    Ask("anchor", tuple(range(10, 20)), (30, 31, 32, 33, 34)),
+    Ask("follower", (40, 41, 42, 43, 44), (50, 51, 52)),
+)
 PLAN = Plan(ASKS, serial(ASKS))
-BATCHED = replace(PLAN, forwards=together(ASKS), path=lambda rows: "reference/mv" if rows <= 4 else "reference/mm")
+BATCHED = replace(
+    PLAN, forwards=together(ASKS), path=lambda rows: "reference/mv" if rows <= 4 else "reference/mm"
+)
 
 
 def run(a: Plan, b: Plan) -> Divergence:
@@ -49,7 +54,11 @@ def test_a_leaf_is_named_with_both_calls() -> None:
     assert (origin.how, origin.rung, origin.ports, origin.between) == ("leaf", "bits", ("out",), ())
     assert (origin.forward_a, origin.forward_b) == (0, 0)
     assert (origin.rows_a, origin.rows_b, origin.second_last_a, origin.second_last_b) == (10, 15, 10, 15)
-    assert (origin.path_a, origin.path_b, origin.rule_b) == ("native", "reference/mm", "15 rows -> reference/mm")
+    assert (origin.path_a, origin.path_b, origin.rule_b) == (
+        "native",
+        "reference/mm",
+        "15 rows -> reference/mm",
+    )
     assert [(m.request, m.phase, m.rows) for m in origin.composition_b.members] == [
         ("anchor", "prefill", 10),
         ("follower", "prefill", 5),
@@ -68,7 +77,11 @@ def test_what_comes_through_the_cache_is_not_an_origin() -> None:
     # Rows 4 to 13 differ by what they read; layer 1 then has differing entries from position 3 on.
     assert sum(g.differing > 0 for g in anchor.growth.positions) == 11
     assert (anchor.cache_entry.layer, anchor.cache_entry.kind, anchor.cache_entry.head) == (0, "V", 0)
-    assert (anchor.cache_entry.position, anchor.cache_entry.written_a, anchor.cache_entry.written_b) == (3, 0, 0)
+    assert (anchor.cache_entry.position, anchor.cache_entry.written_a, anchor.cache_entry.written_b) == (
+        3,
+        0,
+        0,
+    )
     assert anchor.carriers.layers == (0, 1) and anchor.carriers.positions == ((3, 13),)
     assert anchor.carriers.count == 2 + 11 * 4 and anchor.carriers.entries == 2 * 14 * 4
 
@@ -79,13 +92,19 @@ def test_what_comes_through_the_cache_is_not_an_origin() -> None:
         (("layers.1.mlp.down", "in"), "layers.1.mlp", ("layers.1.mlp.up.out", "layers.1.mlp.down.in")),
         (("layers.1.norm2", "in"), "layers.1", ("layers.1.attn.out", "layers.1.norm2.in")),
         (("layers.1.attn", "in"), "layers.1", ("layers.1.norm1.out", "layers.1.attn.q_proj.in")),
-        (("layers.1.attn.o_proj", "in"), "layers.1.attn", ("layers.1.attn.attention.out", "layers.1.attn.o_proj.in")),
+        (
+            ("layers.1.attn.o_proj", "in"),
+            "layers.1.attn",
+            ("layers.1.attn.attention.out", "layers.1.attn.o_proj.in"),
+        ),
         (("layers.1.attn", "out"), "layers.1.attn", ("layers.1.attn.o_proj.out", "layers.1.attn.out")),
         (("layers.1", "in"), "layers.1.norm1", ("layers.0.out", "layers.1.norm1.in")),
         (("norm", "in"), "norm", ("layers.1.out", "norm.in")),
     ],
 )
-def test_between_two_sites_the_composite_is_named(fault: tuple[str, str], site: str, between: tuple[str, str]) -> None:
+def test_between_two_sites_the_composite_is_named(
+    fault: tuple[str, str], site: str, between: tuple[str, str]
+) -> None:
     found = planted(Fault(*fault, 0, 9))
     origin = found.requests[0].origin
     assert origin is not None
@@ -96,7 +115,11 @@ def test_between_two_sites_the_composite_is_named(fault: tuple[str, str], site: 
 def test_a_cache_that_stores_something_else_is_named() -> None:
     found = planted(Fault("layers.1.attn.cache.write", "V.1", 1, 5)).request("follower")
     assert found.origin is not None and found.cache_entry is not None
-    assert (found.origin.site, found.origin.how, found.origin.ports) == ("layers.1.attn.cache.write", "leaf", ("V.1",))
+    assert (found.origin.site, found.origin.how, found.origin.ports) == (
+        "layers.1.attn.cache.write",
+        "leaf",
+        ("V.1",),
+    )
     assert (found.origin.position, found.origin.forward_a, found.origin.forward_b) == (5, 6, 1)
     entry = found.cache_entry
     assert (entry.layer, entry.kind, entry.head, entry.position) == (1, "V", 1, 5)
@@ -122,9 +145,18 @@ def test_an_entry_that_changed_after_its_write_is_named_once() -> None:
         ("read",),
     )
     (change,) = origin.changes
-    assert (change.run, change.forward, change.layer, change.kind, change.head, change.position) == ("b", 3, 0, "V", 1, 4)
+    assert (change.run, change.forward, change.layer, change.kind, change.head, change.position) == (
+        "b",
+        3,
+        0,
+        "V",
+        1,
+        4,
+    )
     assert found.rung == "bookkeeping"
-    assert [(f.run, f.what, f.request, f.forward) for f in found.bookkeeping] == [("b", "cache_changed", "anchor", 3)]
+    assert [(f.run, f.what, f.request, f.forward) for f in found.bookkeeping] == [
+        ("b", "cache_changed", "anchor", 3)
+    ]
 
 
 def test_bookkeeping_that_is_wrong_alike_does_not_part() -> None:
@@ -242,8 +274,11 @@ def test_any_single_fault_is_the_only_origin(data: Any, recurrent: bool) -> None
     ask = ASKS[request]
     position = data.draw(st.integers(0, len(ask.prompt) + len(ask.generated) - 2), label="position")
     last = position >= len(ask.prompt) - 1
-    everywhere = [p for p in places(recurrent) if last or p[0] not in ("lm_head", "logits", "layers.0.mixer.state")]
-    fault = Fault(*data.draw(st.sampled_from(everywhere), label="port"), request, position)
+    everywhere = [
+        p for p in places(recurrent) if last or p[0] not in ("lm_head", "logits", "layers.0.mixer.state")
+    ]
+    site, port = data.draw(st.sampled_from(everywhere), label="port")
+    fault = Fault(site, port, request, position)
     base, other = (RECURRENT, RECURRENT_BATCHED) if recurrent else (PLAN, BATCHED)
     found = planted(fault, plan=other, base=base)
     assert found.first == ask.id

@@ -161,7 +161,9 @@ def test_other_ids(desk: Desk) -> None:
 
 def test_other_prompts_under_the_same_ids(desk: Desk) -> None:
     asks = (replace(ANCHOR, prompt=PROMPT[:-1]),)
-    message = nothing(desk, replace(PLAN, asks=(ANCHOR,), forwards=serial((ANCHOR,))), Plan(asks, serial(asks)))
+    message = nothing(
+        desk, replace(PLAN, asks=(ANCHOR,), forwards=serial((ANCHOR,))), Plan(asks, serial(asks))
+    )
     assert "10 tokens in run a and 9 in run b" in message
 
 
@@ -190,14 +192,18 @@ def test_no_port_in_common(desk: Desk) -> None:
     model = write_trace(desk.path / "ports", PLAN)
     every = frozenset((model.sites[p.site].name, p.name) for p in model.ports)
     first = frozenset({("embed_tokens", "in")})
-    assert "no port is recorded" in nothing(desk, replace(PLAN, absent=every - first), replace(PLAN, absent=first))
+    assert "no port is recorded" in nothing(
+        desk, replace(PLAN, absent=every - first), replace(PLAN, absent=first)
+    )
 
 
 def test_no_site_in_common(desk: Desk) -> None:
     a = desk.trace(PLAN)
     header = {
         "requests": a.requests,
-        "sites": [{"name": "x", "kind": "linear", "layer": 0, "inputs": ["in"], "outputs": ["out"], "parent": None}],
+        "sites": [
+            {"name": "x", "kind": "linear", "layer": 0, "inputs": ["in"], "outputs": ["out"], "parent": None}
+        ],
     }
     with TraceWriter(desk.path / "other", header) as writer:
         writer.finish()

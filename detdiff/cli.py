@@ -1,0 +1,298 @@
+"""The command line: one function a command, nothing but arguments in and answers out."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import os
+import shlex
+import shutil
+import sys
+import textwrap
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from detdiff import __version__
+from detdiff.commands.failure import Failure
+from detdiff.commands.host import quiet_hosts
+from detdiff.commands.sides import Asked, OnToken, named, record_trace, recorded, sides
+
+IDENTICAL, DIFFERENT, TROUBLE, INCONCLUSIVE = 0, 1, 2, 3
+EXIT_CODES = """\b
+Exit codes:
+  0  identical (compare), done (other commands)
+  1  different
+  2  trouble: bad arguments or input, interrupted, disk full
+  3  inconclusive: nothing comparable, or not everything compared"""
+_JSON, _DEBUG = "detdiff.json", "detdiff.debug"
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Commands(click.Group):
+    """Turns every error into one paragraph and an exit code."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            result = super().invoke(ctx)
+            sys.stdout.flush()
+            return result
+        except (click.exceptions.Exit, click.Abort):
+            raise
+        except click.ClickException as error:
+            if ctx.meta.get(_JSON):
+                _write_json(Failure("UsageError", error.format_message(), error.exit_code).to_json())
+            raise
+        except (Exception, KeyboardInterrupt) as error:
+            if isinstance(error, OSError) and error.errno == errno.EPIPE:
+                # Whoever read the answer has stopped, as `head` does. Nothing may be written at exit either.
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            elif ctx.meta.get(_DEBUG):
+                traceback.print_exc()
+            else:
+                _fail(Failure.of(error), bool(ctx.meta.get(_JSON)))
+            ctx.exit(Failure.of(error).exit_code)
+
+
+def _fail(failure: Failure, as_json: bool) -> None:
+    if as_json:
+        _write_json(failure.to_json())
+    text = textwrap.fill(
+        f"detdiff: {failure.message}", _width(), break_long_words=False, break_on_hyphens=False
+    )
+    click.echo(text, err=True)
+
+
+def _width() -> int:
+    return max(40, shutil.get_terminal_size((100, 24)).columns)
+
+
+def _write_json(answer: Mapping[str, Any]) -> None:
+    click.echo(json.dumps(answer, indent=1, allow_nan=False))
+
+
+def _noted(key: str) -> Callable[[click.Context, click.Parameter, bool], bool]:
+    def note(ctx: click.Context, _: click.Parameter, value: bool) -> bool:
+        ctx.meta[key] = value
+        return value
+
+    return note
+
+
+def json_option(function: F) -> F:
+    """--json; eager, so that errors about the other arguments know of it."""
+    return click.option(
+        "--json", "as_json", is_flag=True, is_eager=True, callback=_noted(_JSON), help="Answer in JSON."
+    )(function)
+
+
+@contextmanager
+def _progress(label: str) -> Iterator[OnToken | None]:
+    if not sys.stderr.isatty():
+        yield None
+        return
+    with click.progressbar(length=1, label=label, file=sys.stderr) as bar:
+
+        def on_token(count: int, total: int) -> None:
+            bar.length = total
+            bar.finished = False
+            bar.update(count - bar.pos)
+
+        yield on_token
+        # Requests may stop early.
+        bar.update((bar.length or 1) - bar.pos)
+
+
+@click.group(cls=Commands, epilog=EXIT_CODES, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="detdiff")
+@click.option(
+    "--debug", is_flag=True, expose_value=False, callback=_noted(_DEBUG), help="Show tracebacks of errors."
+)
+def main() -> None:
+    """Record two runs of a language model and find where, and why, they part."""
+    quiet_hosts()
+
+
+@main.command()
+@click.argument("scenario", type=click.Path(path_type=Path))
+@click.option(
+    "-o",
+    "--output",
+    "trace",
+    type=click.Path(path_type=Path),
+    required=True,
+    help="New directory of the trace.",
+)
+@click.option("--capture", metavar="LEVEL", help="digest, full or window; short for --set capture=LEVEL.")
+@click.option("--set", "changes", metavar="KEY=VALUE", multiple=True, help="Change a key of the scenario.")
+@json_option
+def record(scenario: Path, trace: Path, capture: str | None, changes: tuple[str, ...], as_json: bool) -> None:
+    """Run SCENARIO, a TOML file, and write its trace.
+
+    Example: detdiff record scenario.toml -o traces/a --set schedule=continuous
+    """
+    from detdiff.commands.show import summary, summary_text
+    from detdiff.scenario import Scenario
+    from detdiff.scenario_flags import parse_flags
+
+    if capture is not None:
+        changes = (*changes, f"capture={capture}")
+    asked = Scenario.from_toml(scenario).with_changes(**parse_flags(_words(changes)))
+    with _progress("recording") as on_token:
+        found = summary(record_trace(asked, trace, None, on_token))
+    if as_json:
+        _write_json(found)
+    else:
+        click.echo(summary_text(found, width=_width()), nl=False)
+
+
+@main.command()
+@click.argument("files", nargs=-1, metavar="[A] [B]", type=click.Path(path_type=Path))
+@click.option("--model", help="Without files: builtin, a directory, or a hub id.")
+@click.option(
+    "--prompt", "prompts", multiple=True, help="Without files: a request's text; give one for each."
+)
+@click.option(
+    "--a", "flags_a", metavar="FLAGS", default="", help="Side a: key=value key=value, as in a scenario."
+)
+@click.option("--b", "flags_b", metavar="FLAGS", default="", help="Side b; --a and --b win over --both.")
+@click.option("--both", metavar="FLAGS", default="", help="The same for both sides.")
+@click.option(
+    "--split-rows", metavar="N", help="Short for --both split_rows=N: at most N rows go row by row."
+)
+@click.option(
+    "--kernels", metavar="NAME", help="Short for --both kernels=NAME: a dispatch profile, or native."
+)
+@click.option(
+    "--keep", metavar="DIR", type=click.Path(path_type=Path), help="Keep the traces as DIR/a and DIR/b."
+)
+@click.option(
+    "--replay", is_flag=True, help="Run both again and capture values around each divergence: ULPs."
+)
+@click.option("--partial", is_flag=True, help="Read what is left of damaged traces.")
+@json_option
+def compare(files: tuple[Path, ...], **options: Any) -> None:
+    """Find where run B parts from run A.
+
+    A and B are traces, or scenario files, which are recorded first. One scenario file serves both sides, with --a
+    and --b saying what differs. Without files, --model and --prompt say what to run.
+
+    Example: detdiff compare --model builtin --prompt "In the beginning" --prompt "My son" --both "layout=packed
+    kernels=candle-metal" --a schedule=serial --b "schedule=continuous arrivals=0,5"
+    """
+    from detdiff.compare import compare as compare_traces
+    from detdiff.report import divergence_text, to_json
+
+    if len(files) > 2:
+        raise click.UsageError(f"compare takes two files at most, and there are {len(files)}.")
+    asked = _asked(files, options)
+    found = sides(asked)
+    with recorded(found, asked.keep, _progress) as (a, b):
+        answer = compare_traces(a, b)
+        if options["replay"]:
+            from detdiff.replay import replay
+
+            with _progress("replay") as on_token:
+                answer = replay(a, b, answer, progress=on_token)
+    answer = named(answer, found, asked.keep)
+    if options["as_json"]:
+        _write_json(to_json(answer))
+    else:
+        click.echo(divergence_text(answer, width=_width()), nl=False)
+    code = IDENTICAL if answer.identical else INCONCLUSIVE if answer.inconclusive else DIFFERENT
+    click.get_current_context().exit(code)
+
+
+def _asked(files: tuple[Path, ...], options: Mapping[str, Any]) -> Asked:
+    short = [f"{key}={options[key]}" for key in ("split_rows", "kernels") if options[key] is not None]
+    return Asked(
+        files=files,
+        model=options["model"],
+        prompts=options["prompts"],
+        both=f"{options['both']} {_words(short)}",
+        a=options["flags_a"],
+        b=options["flags_b"],
+        partial=options["partial"],
+        keep=options["keep"],
+    )
+
+
+def _words(pairs: tuple[str, ...] | list[str]) -> str:
+    """Single pairs as flags: a space inside of a value stays inside."""
+    return shlex.join(pairs)
+
+
+@main.command()
+@click.argument("trace", type=click.Path(path_type=Path))
+@click.option("--forwards", is_flag=True, help="Show all forwards; with --json, the line of each as well.")
+@click.option("--partial", is_flag=True, help="Read what is left of a damaged trace.")
+@json_option
+def show(trace: Path, forwards: bool, partial: bool, as_json: bool) -> None:
+    """Say what TRACE holds.
+
+    Its scenario, model and environment, each request's prompt and generated text, the forwards with who was in them
+    and on which kernel paths, whether it is complete, and the observer check.
+    """
+    from detdiff.commands.show import summary, summary_text
+    from detdiff.trace import Trace
+
+    found = summary(Trace.open(trace, partial=partial), every=forwards)
+    if as_json:
+        _write_json(found)
+    else:
+        click.echo(summary_text(found, width=_width()), nl=False)
+
+
+@main.command()
+@json_option
+def demo(as_json: bool) -> None:
+    """Serial against continuous on the built-in model, in under a minute.
+
+    Shows a request whose text flips because another one shared a forward with it, and two cases that do not flip.
+    """
+    from detdiff.demo import cases_json, run_demo, text
+
+    cases = run_demo(_progress)
+    if as_json:
+        _write_json(cases_json(cases))
+        return
+    for part in text(cases, width=_width()):
+        click.echo(part, nl=False)
+
+
+@main.command("import-gguf")
+@click.argument("file", type=click.Path(path_type=Path))
+@click.argument("directory", type=click.Path(path_type=Path))
+@click.option("--packed", is_flag=True, help="Keep Q4_0, Q4_1 and Q8_0 blocks as they are.")
+@click.option(
+    "--dtype",
+    type=click.Choice(["bf16", "f16", "f32"]),
+    default="bf16",
+    show_default=True,
+    help="Of other arrays.",
+)
+@json_option
+def import_gguf(file: Path, directory: Path, packed: bool, dtype: str, as_json: bool) -> None:
+    """Turn the model in a GGUF FILE into a DIRECTORY that mlx-lm and detdiff can load."""
+    from detdiff.gguf_import import import_gguf as run
+
+    found = run(file, directory, dtype=dtype, packed=packed)
+    if as_json:
+        fields = dataclasses.asdict(found) | {"directory": str(found.directory)}
+        _write_json({"schema": "detdiff.import/1", **fields})
+        return
+    click.echo(
+        f"{found.directory}: {found.architecture} ({found.model_type}), {found.layers} layers, {found.tensors} tensors "
+        f"({found.packed} packed), {found.dtype}, {found.bytes:,} bytes"
+        f"{'' if found.chat_template else ', no chat template'}"
+    )
+
+
+if __name__ == "__main__":
+    main()

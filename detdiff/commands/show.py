@@ -1,0 +1,205 @@
+"""What a trace holds, as a summary for programs and as text."""
+
+from __future__ import annotations
+
+import textwrap
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from tabulate import tabulate
+
+from detdiff.report.words import count, escaped, shown
+from detdiff.trace import Trace, parse_ranges
+
+SCHEMA = "detdiff.trace-summary/1"
+GROUPS = 12
+SAMPLE = 160
+
+
+def summary(trace: Trace, *, every: bool = False) -> dict[str, Any]:
+    """The summary as JSON values; ``docs/cli.md`` lists the keys. ``every`` adds each forward's line.
+
+    Raises TraceError where a line of a log breaks a rule.
+    """
+    header = trace.header
+    made: dict[str, Any] = {
+        "schema": SCHEMA,
+        "trace": str(trace.path),
+        "complete": trace.complete,
+        "problems": list(trace.problems),
+        "model": trace.model,
+        "scenario": trace.scenario,
+        "environment": header["environment"],
+        "observer": header["observer"],
+        "notes": header["notes"],
+        "times": header["times"],
+        "requests": list(_requests(trace)),
+        "rows": len(trace.row_index().request),
+        "forwards": len(trace.forwards()),
+        "groups": list(_groups(trace)),
+        "sites": dict(Counter(site.kind for site in trace.sites)),
+        "values": any(shard.value_columns() for shard in trace.shards),
+        "shards": len(trace.shards),
+        "bytes": sum(file.stat().st_size for file in trace.path.iterdir() if file.is_file()),
+    }
+    if every:
+        made["each_forward"] = [dict(line) for line in trace.forwards()]
+    return made
+
+
+def _requests(trace: Trace) -> Iterator[dict[str, Any]]:
+    texts = trace.texts()
+    generated = trace.generated(lens=False)
+    asked = {request["id"]: request for request in _scenario_requests(trace)}
+    for number, request in enumerate(trace.requests):
+        mine = np.flatnonzero(generated.request == number)
+        tokens = generated.token[mine[np.argsort(generated.index[mine])]].tolist()
+        prompt = asked.get(request["id"], {}).get("prompt")
+        yield {
+            **{key: value for key, value in request.items() if key != "tokens"},
+            "prompt_tokens": len(request["tokens"]),
+            "prompt": prompt if isinstance(prompt, str) else _joined(request["tokens"], texts),
+            "generated_tokens": len(tokens),
+            "generated": _joined(tokens, texts),
+        }
+
+
+def _scenario_requests(trace: Trace) -> list[Any]:
+    # The scenario block is whatever the recorder put there; only its use is known here.
+    found = trace.scenario.get("request", [])
+    usable = isinstance(found, list) and all(isinstance(item, dict) and "id" in item for item in found)
+    return found if usable else []
+
+
+def _joined(tokens: list[int], texts: Mapping[int, str]) -> str:
+    return "".join(texts.get(token, f"<{token}>") for token in tokens)
+
+
+def _groups(trace: Trace) -> Iterator[dict[str, Any]]:
+    """Runs of consecutive forwards that hold the same requests with as many rows, on the same kernel paths."""
+    last: dict[str, Any] | None = None
+    for number, line in enumerate(trace.forwards()):
+        found = {
+            "phase": line["phase"],
+            "rows": sum(row["count"] for row in line["rows"]),
+            "members": [
+                {"request": trace.requests[row["request"]]["id"], "phase": row["phase"], "rows": row["count"]}
+                for row in line["rows"]
+            ],
+            "paths": _paths(line["calls"], len(trace.sites)),
+        }
+        if last is not None and all(last[key] == value for key, value in found.items()):
+            last["last"] = number
+            continue
+        if last is not None:
+            yield last
+        last = {"first": number, "last": number, **found}
+    if last is not None:
+        yield last
+
+
+def _paths(calls: list[Mapping[str, Any]], sites: int) -> dict[str, int]:
+    paths: Counter[str] = Counter()
+    for call in calls:
+        paths[call["path"]] += sum(len(run) for run in parse_ranges(call["sites"], sites))
+    return dict(sorted(paths.items()))
+
+
+def summary_text(found: Mapping[str, Any], *, width: int = 100) -> str:
+    """A summary as text; with each forward's line, all groups of forwards are shown."""
+    wrapped: list[str] = []
+    for line in _lines(found):
+        wrapped += textwrap.wrap(
+            line, max(40, width), subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
+        ) or [""]
+    return "\n".join([*wrapped, "", _forwards(found)]) + "\n"
+
+
+def _lines(found: Mapping[str, Any]) -> Iterator[str]:
+    state = "complete" if found["complete"] else "INCOMPLETE"
+    held = "digests and values" if found["values"] else "digests"
+    yield f"{escaped(found['trace'])}: {state}, {count(found['rows'], 'row')} of {count(found['forwards'], 'forward')}, {held}"
+    for problem in found["problems"]:
+        yield f"problem: {escaped(problem)}"
+    for note in found["notes"]:
+        yield f"note: {escaped(note)}"
+    yield _model(found["model"])
+    yield "scenario: " + _pairs(found["scenario"], skip=("request", "rule", "model"))
+    yield "environment: " + _pairs(found["environment"])
+    yield _observer(found["observer"])
+    yield f"on disk: {count(found['shards'], 'shard')}, {found['bytes']:,} bytes" + _seconds(found["times"])
+    yield "sites: " + ", ".join(f"{number} {kind}" for kind, number in found["sites"].items())
+    yield ""
+    for request in found["requests"]:
+        yield (
+            f"request {escaped(request['id'])}: {count(request['prompt_tokens'], 'prompt token')}, "
+            f"{request['generated_tokens']} of at most {request.get('max_tokens', '?')} generated, arrival "
+            f"{request.get('arrival', 0)}"
+        )
+        yield f"  prompt: {shown(_cut(request['prompt']))}"
+        yield f"  generated: {shown(_cut(request['generated']))}"
+
+
+def _forwards(found: Mapping[str, Any]) -> str:
+    groups = found["groups"]
+    shown_groups = groups if "each_forward" in found else groups[:GROUPS]
+    rows = [
+        [
+            str(group["first"]) if group["first"] == group["last"] else f"{group['first']}-{group['last']}",
+            str(group["rows"]),
+            " + ".join(f"{m['rows']} {m['phase']} of {escaped(m['request'])}" for m in group["members"]),
+            ", ".join(f"{path} ×{sites}" for path, sites in group["paths"].items()),
+        ]
+        for group in shown_groups
+    ]
+    table = tabulate(rows, headers=["forwards", "rows", "who", "kernel path × sites"], disable_numparse=True)
+    left = len(groups) - len(shown_groups)
+    if not left:
+        return table
+    return f"{table}\n... and {count(left, 'more group', 'more groups')} of forwards; --forwards shows all"
+
+
+def _model(model: Mapping[str, Any]) -> str:
+    parts = [escaped(str(model.get("name", "unnamed")))]
+    parts += [
+        f"{key} {escaped(str(model[key]))[:16]}"
+        for key in ("model_type", "weights_sha256", "config_sha256", "tokenizer_sha256")
+        if key in model
+    ]
+    return "model: " + ", ".join(parts)
+
+
+def _observer(observer: Mapping[str, Any]) -> str:
+    checked = observer.get("forwards", 0)
+    if not checked:
+        return "observer check: not made"
+    equal = "bit-equal" if observer.get("equal") else "NOT EQUAL"
+    return (
+        f"observer check: the first {count(checked, 'forward')} run again without recording, logits {equal}"
+    )
+
+
+def _seconds(times: Mapping[str, Any]) -> str:
+    seconds = times.get("seconds")
+    return f", recorded in {seconds:.1f} s" if isinstance(seconds, int | float) else ""
+
+
+def _pairs(values: Mapping[str, Any], skip: tuple[str, ...] = ()) -> str:
+    shown_values = [
+        f"{key} {escaped(_plain(value))}"
+        for key, value in values.items()
+        if key not in skip and value not in ("", [], {}, None, False)
+    ]
+    return ", ".join(shown_values) or "none"
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return " ".join(f"{key}={item}" for key, item in value.items())
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= SAMPLE else f"{text[: SAMPLE - 3]}..."

@@ -1,0 +1,220 @@
+"""The two sides of a comparison: traces that are there, or scenarios to record first."""
+
+from __future__ import annotations
+
+import shlex
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from detdiff.errors import CommandError, DetdiffError, Interrupted, ScenarioError, TraceExists
+from detdiff.scenario import Scenario
+from detdiff.scenario_flags import parse_flags
+from detdiff.trace import Trace
+
+if TYPE_CHECKING:
+    from detdiff.compare import Divergence
+    from detdiff.model import LoadedModel
+
+OnToken = Callable[[int, int], None]
+Progress = Callable[[str], AbstractContextManager[OnToken | None]]
+"""Opens a progress bar of that label; what it gives is called with tokens so far and tokens at most."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The arguments of a comparison; ``both``, ``a`` and ``b`` are flags, ``a`` and ``b`` win over ``both``."""
+
+    files: tuple[Path, ...] = ()
+    model: str | None = None
+    prompts: tuple[str, ...] = ()
+    both: str = ""
+    a: str = ""
+    b: str = ""
+    partial: bool = False
+    keep: Path | None = None
+
+
+@dataclass(frozen=True)
+class Side:
+    """``name`` is a or b; ``source`` is the trace, or what to record."""
+
+    name: str
+    source: Trace | Scenario
+
+
+def sides(asked: Asked) -> tuple[Side, Side]:
+    """Read what was asked for; nothing is run yet.
+
+    Raises CommandError for arguments that do not go together, and what reading traces and scenarios raises.
+    """
+    if asked.files and (asked.model is not None or asked.prompts):
+        raise CommandError(
+            f"There are files ({asked.files[0]}) and --model or --prompt, which say what to run without a file. Give "
+            "either; in a scenario file's place, --set and --both change single keys."
+        )
+    with _located("--both"):
+        parse_flags(asked.both)
+    found = _from_flags(asked) if not asked.files else _from_files(asked)
+    if asked.keep is not None:
+        _check_keep(asked.keep, found)
+    return found
+
+
+def _from_flags(asked: Asked) -> tuple[Side, Side]:
+    if asked.model is None:
+        raise CommandError(
+            "There is nothing to compare: give two traces or two scenario files, one scenario file with --a and --b, "
+            "or --model and --prompt with --a and --b, such as --model builtin --prompt 'In the beginning' --a "
+            "schedule=serial --b schedule=static."
+        )
+    made = []
+    for name, own in (("a", asked.a), ("b", asked.b)):
+        with _located(f"side {name}"):
+            flags = merged(asked.both, own)
+            made.append(Side(name, Scenario.from_flags(asked.model, asked.prompts, flags)))
+    return made[0], made[1]
+
+
+def _from_files(asked: Asked) -> tuple[Side, Side]:
+    if len(asked.files) == 1:
+        path = asked.files[0]
+        if path.is_dir() or not (asked.a or asked.b):
+            raise CommandError(
+                f"{path} is the only file, and a comparison has two sides. Name the second trace or scenario file, or "
+                "give one scenario file and say with --a and --b what differs."
+            )
+    first, second = asked.files[0], asked.files[-1]
+    return _from_file("a", first, asked, asked.a), _from_file("b", second, asked, asked.b)
+
+
+def _from_file(name: str, path: Path, asked: Asked, own: str) -> Side:
+    with _located(f"side {name}"):
+        flags = merged(asked.both, own)
+    if path.is_dir():
+        if flags.strip():
+            raise CommandError(
+                f"{path} is a trace, which was recorded already, and {flags.strip()!r} would change how it is "
+                f"recorded. Leave that out, or give side {name} as a scenario file."
+            )
+        return Side(name, Trace.open(path, partial=asked.partial))
+    if not path.exists():
+        raise CommandError(
+            f"{path} is not there; expected a trace, which is a directory that `detdiff record` wrote, or a scenario "
+            "file. Check the spelling."
+        )
+    scenario = Scenario.from_toml(path)
+    with _located(f"side {name}"):
+        return Side(name, scenario.with_changes(**parse_flags(flags)))
+
+
+def merged(both: str, own: str) -> str:
+    """The flags of one side: all of its own, and those for both sides that it does not give itself.
+
+    Raises ScenarioFlagError, ScenarioKeyUnknown and ScenarioTypeError.
+    """
+    given = parse_flags(own)
+    shared = [word for word in shlex.split(both) if word.partition("=")[0] not in given]
+    return f"{shlex.join(shared)} {own}"
+
+
+def _check_keep(keep: Path, found: tuple[Side, Side]) -> None:
+    to_record = [side.name for side in found if isinstance(side.source, Scenario)]
+    if not to_record:
+        raise CommandError("--keep says where to record, and both sides are traces already. Leave it out.")
+    for name in to_record:
+        # Before the first run, not after it.
+        path = keep / name
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise TraceExists(
+                f"{path} exists and is not an empty directory; expected a new path for the trace. Choose another "
+                "directory to keep the traces in, or remove it first."
+            )
+
+
+@contextmanager
+def recorded(
+    found: tuple[Side, Side], keep: Path | None, progress: Progress
+) -> Iterator[tuple[Trace, Trace]]:
+    """Both sides as traces; scenarios are recorded, below ``keep`` or in a directory that is removed at the end."""
+    if all(isinstance(side.source, Trace) for side in found):
+        yield _trace(found[0]), _trace(found[1])
+        return
+    with tempfile.TemporaryDirectory(prefix="detdiff-") as folder:
+        loaded = _shared_model(found)
+        traces = []
+        for side in found:
+            if isinstance(side.source, Scenario):
+                path = (keep or Path(folder)) / side.name
+                with progress(f"run {side.name}") as on_token:
+                    traces.append(record_trace(side.source, path, loaded, on_token, kept=keep is not None))
+            else:
+                traces.append(_trace(side))
+        yield traces[0], traces[1]
+
+
+def named(divergence: Divergence, found: tuple[Side, Side], keep: Path | None) -> Divergence:
+    """The answer without paths of traces that are gone when it is read."""
+    if keep is not None:
+        return divergence
+    runs = {
+        side.name: replace(getattr(divergence, side.name), trace=f"{side.name} (not kept)")
+        for side in found
+        if isinstance(side.source, Scenario)
+    }
+    return replace(divergence, **runs)
+
+
+def record_trace(
+    scenario: Scenario, path: Path, loaded: LoadedModel | None, on_token: OnToken | None, *, kept: bool = True
+) -> Trace:
+    """Record, and say after an interrupt what stays readable. Raises Interrupted and what ``record`` raises."""
+    try:
+        from detdiff.engine import RecordOptions, record
+
+        return record(scenario, path, loaded=loaded, options=RecordOptions(progress=on_token))
+    except KeyboardInterrupt:
+        raise Interrupted(_left(path, kept)) from None
+
+
+def _left(path: Path, kept: bool) -> str:
+    if not kept:
+        return (
+            "Interrupted; the runs of this comparison were recorded into a temporary directory, which is removed. "
+            "With --keep DIR, what was recorded would stay."
+        )
+    try:
+        trace = Trace.open(path)
+    except DetdiffError:
+        return f"Interrupted before anything was recorded in {path}."
+    forwards = len(trace.forwards())
+    return (
+        f"Interrupted; {path} keeps what was recorded until then ({len(trace.row_index().request)} rows of {forwards} "
+        f"forwards) and is marked incomplete. `detdiff show {shlex.quote(str(path))}` reads it."
+    )
+
+
+def _shared_model(found: tuple[Side, Side]) -> LoadedModel | None:
+    """One load for both sides; None where it would serve one alone, which ``record`` then loads itself."""
+    models = [side.source.model for side in found if isinstance(side.source, Scenario)]
+    if models != models[:1] * 2:
+        return None
+    from detdiff.model import load
+
+    return load(models[0])
+
+
+def _trace(side: Side) -> Trace:
+    assert isinstance(side.source, Trace)
+    return side.source
+
+
+@contextmanager
+def _located(where: str) -> Iterator[None]:
+    try:
+        yield
+    except ScenarioError as error:
+        raise type(error)(f"{where}: {error}") from None

@@ -1,0 +1,144 @@
+"""Before a packed run: does a request's answer depend on who shares its forwards?
+
+Taps see RoPE, attention and the cache. A model may mix the rows of a forward in another way (a shift or a convolution
+over the sequence, pooling, positions counted by the forward), which runs without an error and is wrong when packed. So a
+probe of a few rows runs beside neighbours of other content and order, and alone, and must come out the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx.nn.layers.base import Module
+from mlx_lm.sample_utils import greedy_sampler
+from numpy.typing import NDArray
+
+from detdiff.errors import LayoutError
+from detdiff.instrument import Session
+from detdiff.instrument.buffers import memory
+from detdiff.instrument.forward import Forward
+from detdiff.instrument.sites import Arrays, SiteMap
+
+from .packed import PackedEngine, Share
+from .packing import refuse_unpackable
+from .work import Work
+
+Steps = tuple[tuple[int, ...], ...]
+
+PROBE: Steps = ((1, 2, 3), (4,))  # a prompt and a decode row
+NEIGHBOUR: Steps = ((5, 6), (7,))
+STRANGER: Steps = ((3, 1), (2,))
+KERNELS = ("linear", "head", "switch", "attention")  # a backend may choose these by the number of rows
+ROUNDING = 1 / 8  # of the largest logit: far above what rounding does in a few layers of any dtype
+
+
+@dataclass
+class _Rows:
+    """A session's recording that keeps the probe's rows of every port, lazily."""
+
+    sites: SiteMap
+    seen: dict[tuple[int, int], mx.array] = field(default_factory=dict)  # (step, port)
+
+    def begin(self, forward: Forward, cache: Sequence[Any]) -> None:
+        self._forward = forward
+
+    def site(self, key: str, kind: str, inputs: Arrays, outputs: Arrays, parent: str | None) -> None:
+        for name, array in (*inputs, *outputs):
+            self._keep(key, name, array)
+
+    def _keep(self, key: str, name: str, array: mx.array) -> None:
+        forward = self._forward
+        port = self.sites.ports.get((key, name), -1)
+        if port not in self.sites.shapes or forward.selected is not None and key == self.sites.head:
+            return
+        (probe,) = (s for s in forward.segments if s.request == 0)
+        rows = slice(probe.column, probe.column + probe.count)
+        # The number of the forward is its step: every composition runs prompt and decode together.
+        self.seen[forward.index, port] = mx.moveaxis(array, self.sites.shapes[port].axis, 1)[:1, rows]
+
+    def end(self, forward: Forward, logits: mx.array) -> None:
+        row = forward.selected.index(self._last()) if forward.selected is not None else self._last()
+        port = self.sites.ports["logits", "out"]
+        self.seen[forward.index, port] = logits[:, row : row + 1]
+
+    def _last(self) -> int:
+        (probe,) = (s for s in self._forward.segments if s.request == 0)
+        return probe.column + probe.count - 1
+
+    def call(self, key: str, rows: int, second_last: int, path: str, rule: str) -> None: ...
+    def cache_call(self, key: str, keys: mx.array, values: mx.array, calls: Any) -> None: ...
+    def mask(self, layer: int | None, kind: str) -> None: ...
+    def block_done(self, key: str) -> None: ...
+
+
+def refuse_leaks(model: Module) -> None:
+    """Raises LayoutError, naming the module or site, for a model that cannot be packed or mixes requests' rows."""
+    refuse_unpackable(model)
+    session = Session(model)
+    together = _run(session, (PROBE, NEIGHBOUR), (1, 0))
+    for order, requests, change in (
+        ((1, 0), (PROBE, STRANGER), "the tokens of the request before it"),
+        ((0, 1), (PROBE, NEIGHBOUR), "the order of the requests"),
+        ((0,), (PROBE,), "the presence of another request"),
+    ):
+        other = _run(session, requests, order)
+        if not _same_answers(session.sites, together, other):
+            _refuse(session.sites, together, other, change)
+
+
+def _run(session: Session, requests: tuple[Steps, ...], order: tuple[int, ...]) -> _Rows:
+    """Prompt and decode of ``requests`` in one forward each, their rows in this ``order``; the probe is request 0."""
+    work = [
+        Work(i, str(i), steps[0], len(steps), 0, frozenset(), greedy_sampler)
+        for i, steps in enumerate(requests)
+    ]
+    rows = _Rows(session.sites)
+    engine = PackedEngine(session)
+    with session.running(rows):
+        for step in range(len(PROBE)):
+            engine.logits([Share(work[i], requests[i][step], True) for i in order])
+    return rows
+
+
+def _same_answers(sites: SiteMap, a: _Rows, b: _Rows) -> bool:
+    """Blocks and logits only: what is wrong inside a block and not after it harms nobody."""
+    ports = [sites.ports[key, "out"] for key in (*sites.blocks, "logits")]
+    keys = [(step, port) for step in range(len(PROBE)) for port in ports]
+    return all(_equal(a.seen[key], b.seen[key]) for key in keys)
+
+
+def _equal(a: mx.array, b: mx.array) -> bool:
+    return a.dtype == b.dtype and np.array_equal(_bits(a), _bits(b))
+
+
+def _bits(array: mx.array) -> NDArray[Any]:
+    return memory(array).numpy()
+
+
+def _refuse(sites: SiteMap, a: _Rows, b: _Rows, change: str) -> None:
+    names = {port: key for key, port in sites.ports.items()}
+    step, port = next(key for key in sorted(a.seen) if not _equal(a.seen[key], b.seen[key]))
+    key, name = names[port]
+    site = sites.sites[sites.index[key]]
+    if name == "out" and site.kind in KERNELS and _close(sites, a, b):
+        return
+    raise LayoutError(
+        f"The model mixes the rows of a forward: {change} changed a request's rows, first at the site {site.name} "
+        f"({name}; {'prompt' if step == 0 else 'decode'} rows). Expected rows that depend on their own request alone, "
+        "with positions and masks from the cache: only RoPE and attention can be run per request in the packed layout. "
+        'Use layout = "padded" for this model.'
+    )
+
+
+def _close(sites: SiteMap, a: _Rows, b: _Rows) -> bool:
+    """Whether logits differ by rounding at most: a kernel chosen by the number of rows is no leak."""
+    port = sites.ports["logits", "out"]
+    for step in range(len(PROBE)):
+        x, y = (rows.seen[step, port].astype(mx.float32) for rows in (a, b))
+        if not bool(mx.all(mx.abs(x - y) <= ROUNDING * mx.abs(x).max())):
+            return False
+    return True

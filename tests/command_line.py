@@ -1,0 +1,62 @@
+"""Running detdiff's command line, in this process or as its own, and reading the errors it ends with."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from click.testing import CliRunner, Result
+
+from detdiff.cli import main
+
+PROMPTS = ("In the beginning God created", "And the king said unto the people, Hear ye")
+FLAGS = "layout=packed kernels=candle-metal prefill_chunk=4 max_tokens=6 ignore_stop"
+SCENARIO = """
+model = "builtin"
+layout = "packed"
+kernels = "candle-metal"
+prefill_chunk = 4
+max_tokens = 6
+ignore_stop = true
+
+[[request]]
+id = "anchor"
+prompt = "In the beginning God created"
+
+[[request]]
+id = "follower"
+prompt = "And the king said unto the people, Hear ye"
+"""
+
+
+def run(*arguments: str | Path, environment: Mapping[str, str] | None = None) -> Result:
+    """The command in this process; ``output`` is stdout and stderr together."""
+    return CliRunner().invoke(main, [str(argument) for argument in arguments], env=environment)
+
+
+def start(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The command as its own process."""
+    return subprocess.run(
+        [sys.executable, "-m", "detdiff.cli", *map(str, arguments)],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def paragraph(result: Result, code: int = 2) -> str:
+    """The error that a command ended with: one paragraph, its line breaks undone."""
+    assert result.exit_code == code, result.output
+    assert "Traceback" not in result.output
+    assert result.stdout == ""
+    text = result.stderr.strip()
+    assert text.startswith("detdiff: ") and "\n\n" not in text
+    return " ".join(text.split())
+
+
+def flags(*prompts: str, model: str | Path = "builtin") -> list[str]:
+    return ["compare", "--model", str(model), *(word for text in prompts for word in ("--prompt", text))]

@@ -1,0 +1,136 @@
+"""The text answer says what the reference investigation had to find by hand, in that order."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import answers
+import pytest
+from synthetic_traces import Plan, serial
+
+from detdiff.compare import Divergence
+from detdiff.report import divergence_text
+
+
+def flat(text: str) -> str:
+    """The text with its line breaks undone."""
+    return re.sub(r"\s+", " ", text)
+
+
+@pytest.fixture(scope="module")
+def found() -> Divergence:
+    return answers.flips()
+
+
+def test_one_sentence_first(found: Divergence) -> None:
+    first = flat(divergence_text(found)).split(" a: ")[0]
+    assert first == (
+        "The runs part: 1 of 3 requests flip; the first difference is born at layers.0.attn.k_proj (linear), position 2 of "
+        "anchor: reference/candle-metal/mv on 4 rows in a, reference/candle-metal/mm on 18 rows in b."
+    )
+
+
+def test_the_flip(found: Divergence) -> None:
+    text = divergence_text(found)
+    assert (
+        'generated token 3 is 33 " t33" in a and 93 " t93" in b (row at position 12); top two swapped'
+        in flat(text)
+    )
+    assert "margin 0.005457 in a, 0.012602 in b" in text
+    (line,) = [line for line in text.splitlines() if line.lstrip().startswith("1 ")]
+    assert line.split() == ["1", "33", '"', 't33"', "25.571232", "93", '"', 't93"', "25.562220"]
+
+
+def test_the_flips_forward(found: Divergence) -> None:
+    text = flat(divergence_text(found))
+    assert (
+        "the flip's forward: a: forward 5 (1 row: 1 decode of anchor); b: forward 3 (1 row: 1 decode of anchor)"
+        in text
+    )
+    assert "kernel paths equal on both sides" in text and "0 origins there: inherited" in text
+
+
+def test_the_birth(found: Divergence) -> None:
+    text = flat(divergence_text(found))
+    assert (
+        "birth: layers.0.attn.k_proj (linear, layer 0), position 2: its inputs are bit-equal and its outputs are not "
+        "a: forward 0 (4 rows: 4 prefill of anchor); path reference/candle-metal/mv, which saw 4 rows" in text
+    )
+    assert (
+        "b: forward 0 (18 rows: 10 prefill of anchor + 5 prefill of follower + 3 prefill of quiet); path "
+        "reference/candle-metal/mm, which saw 18 rows (second-to-last dimension 18); rule: 18 rows -> "
+        "reference/candle-metal/mm" in text
+    )
+
+
+def test_the_cache_and_its_carriers(found: Divergence) -> None:
+    text = flat(divergence_text(found))
+    assert (
+        "first cache entry: layer 0, K, head 0, position 2; written in a by forward 0 (4 rows: 4 prefill of anchor)"
+        in text
+    )
+    assert re.search(r"carriers: \d+ of 104 cache entries alive at the flip \(position 12\) differ, over positions 2-12 "
+                     r"and layers 0-1", text)  # fmt: skip
+
+
+def test_a_parting_without_a_flip_and_its_cause(found: Divergence) -> None:
+    text = flat(divergence_text(found))
+    assert "request follower: parts in bits; no flip: all generated tokens are equal" in text
+    assert "changed entry: in b, forward 1: layer 1, K, head 0, position 3" in text
+    assert (
+        "bookkeeping: - request follower: the cache entry K of layer 1, head 0, position 3 is not what was written"
+        in text
+    )
+    assert "smallest margins of equal tokens (a / b): 1.000000 / 1.000000 at token 0" in text
+
+
+def test_what_is_equal_and_what_was_compared(found: Divergence) -> None:
+    text = flat(divergence_text(found))
+    assert "equal in all that was compared: quiet (4 rows)" in text
+    assert (
+        f"compared: 3 requests, {found.compared.rows} rows, 74 ports, {found.compared.digests:,} digests"
+        in text
+    )
+    assert "note: rows after a request's first flip saw other tokens and are not compared" in text
+
+
+def test_identical_runs_take_a_few_lines() -> None:
+    asks = (answers.ANCHOR, answers.QUIET)
+    found = answers.run(Plan(asks, serial(asks)), Plan(asks, serial(asks)))
+    text = divergence_text(found)
+    assert text.startswith(
+        f"The runs are identical: 2 requests, 18 rows and {found.compared.digests} digests compared"
+    )
+    assert "equal in all that was compared: anchor, quiet (18 rows)" in text and "birth" not in text
+    assert len(text.splitlines()) < 9
+
+
+def test_inconclusive_says_so_and_why() -> None:
+    asks = (answers.ANCHOR, answers.QUIET)
+    text = flat(divergence_text(answers.run(Plan(asks, serial(asks)), Plan(asks[:1], serial(asks[:1])))))
+    assert text.startswith("Inconclusive: 1 request, ")
+    assert "not compared: quiet: only run a has it" in text
+
+
+@pytest.mark.parametrize("width", [40, 72, 100, 160])
+def test_prose_keeps_to_the_width(found: Divergence, width: int) -> None:
+    text = divergence_text(found, width=width)
+    prose = [
+        line
+        for line in text.splitlines()
+        if not re.search(r"  \S+  |----|reference/\S{12}|/tmp/|\w/\w", line)
+    ]
+    assert prose and max(len(line) for line in prose) <= width
+    assert text.endswith("\n") and not re.search(r"[ \t]\n", text)
+
+
+def test_what_a_terminal_would_obey_is_escaped(found: Divergence) -> None:
+    anchor = found.requests[0]
+    assert anchor.flip is not None
+    evil = replace(anchor.flip.a, text='\x1b[31m"\n\u202e\\\x7f\u200b\ud800é')
+    request = replace(anchor, id="an\x1b[2Jchor", flip=replace(anchor.flip, a=evil))
+    text = divergence_text(replace(found, requests=(request,), notes=("a\rb",)))
+    assert r'33 "\x1b[31m\"\n\u202e\\\x7f\u200b\ud800é"' in flat(text)
+    assert "\\x1b[2Jchor" in text and "a\\rb" in text
+    assert all(c == "\n" or c.isprintable() for c in text)

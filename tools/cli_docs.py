@@ -1,0 +1,95 @@
+#!/usr/bin/env python3
+"""Write docs/cli.md from the commands' own help; a test says when it is out of date.
+
+python tools/cli_docs.py            writes docs/cli.md
+python tools/cli_docs.py --check    exit status 1 when docs/cli.md is out of date
+"""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from pathlib import Path
+
+import click
+
+from detdiff.cli import main as cli
+
+TARGET = Path(__file__).resolve().parent.parent / "docs" / "cli.md"
+INTRODUCTION = """\
+# Commands
+
+This page is made by `python tools/cli_docs.py` from the commands' own help.
+
+## Exit codes
+
+As diff(1) does, so that a script can ask:
+
+| code | meaning |
+|---|---|
+| 0 | `compare`: identical. Other commands: done |
+| 1 | `compare`: different |
+| 2 | trouble: bad arguments or input, an interrupt, a full disk, a fault of detdiff |
+| 3 | `compare`: inconclusive. Nothing could be compared, or nothing differs and not everything could be compared |
+
+Every error is one paragraph on stderr. `detdiff --debug COMMAND ...` shows the traceback as well.
+
+Ctrl-C ends `record` with code 2; the trace keeps every finished shard and what could still be written, and `show` reads it.
+`compare` records into a temporary directory unless `--keep` names one.
+
+## JSON
+
+With `--json` the answer goes to stdout as one JSON object, whose `schema` names its form:
+
+| command | schema |
+|---|---|
+| `compare` | `detdiff.divergence/1` |
+| `record`, `show` | `detdiff.trace-summary/1`: what the text shows; `groups` are consecutive forwards with equal composition and kernel paths |
+| `demo` | `detdiff.demo/1`: `cases`, each with `title`, `anchor` and `divergence` |
+| `import-gguf` | `detdiff.import/1` |
+| any, on an error | `detdiff.error/1`: `error` (the broken rule), `message`, `exit_code` |
+"""
+
+
+def render(command: click.Command, context: click.Context) -> str:
+    """One command as Markdown: usage, help, arguments and options."""
+    usage = " ".join([context.command_path, *command.collect_usage_pieces(context)])
+    parts = [f"`{usage}`", _prose(command.help or "")]
+    options = [param for param in command.params if isinstance(param, click.Option)]
+    records = [record for param in options if (record := param.get_help_record(context)) is not None]
+    if records:
+        rows = [f"| `{names.replace('|', '/')}` | {words.replace('|', '/')} |" for names, words in records]
+        parts.append("\n".join(["| option | |", "|---|---|", *rows]))
+    return "\n\n".join(part for part in parts if part)
+
+
+def _prose(text: str) -> str:
+    paragraphs = [" ".join(part.split()) for part in text.split("\n\n")]
+    for place, words in enumerate(paragraphs):
+        before, example, command = words.partition("Example: ")
+        paragraphs[place] = f"{before}Example:\n\n    {command}" if example else textwrap.fill(words, 120)
+    return "\n\n".join(paragraphs)
+
+
+def page() -> str:
+    """docs/cli.md as it should be."""
+    root = click.Context(cli, info_name="detdiff")
+    parts = [INTRODUCTION.rstrip(), "## detdiff", render(cli, root)]
+    for name in cli.list_commands(root):
+        command = cli.get_command(root, name)
+        assert command is not None
+        parts += [f"## {name}", render(command, click.Context(command, root, name))]
+    return "\n\n".join(parts) + "\n"
+
+
+def main() -> int:
+    """Run the command line; returns the exit status."""
+    text = page()
+    if sys.argv[1:] == ["--check"]:
+        return int(not TARGET.is_file() or TARGET.read_text(encoding="utf-8") != text)
+    TARGET.write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
