@@ -23,29 +23,37 @@ from detdiff.trace import Trace
 SCHEMA = "detdiff.demo/1"
 BASE = "layout=packed kernels=candle-metal prefill_chunk=4 split_rows=4"
 SERIAL, CONTINUOUS = "schedule=serial", "schedule=continuous arrivals=0,4"
-FOLLOWER = (
-    "And it came to pass, when all the kings of the Amorites, which were on the side of Jordan westward, heard that "
-    "the LORD had dried up the waters of Jordan from before the children of Israel,"
+FOLLOWER = "And the king said unto the people, Hear ye the word of the LORD, and"
+# Tried in order until one flips: a run's last bits, and with them the flip, depend on the processor.
+ANCHORS = (
+    ("And it came to pass in those days,", 64),
+    ("Behold, the days come, saith the LORD,", 96),
+    ("In the beginning", 128),
 )
-# Tried in order until one flips: the model's last bits, and with them the flip, depend on the processor.
-ANCHORS = (("In the beginning", 64),)
-QUIET = ("The LORD is my shepherd;", 24)
+QUIET = ("The LORD is my shepherd;", 32)
+QUIET_FOLLOWER = (
+    "And it came to pass, when all the kings of the Amorites, which were on the side of Jordan westward,"
+)
 HELD = 1024
-OWN = (
-    'detdiff compare --model DIR --prompt "..." --prompt "..." --both "layout=packed kernels=candle-metal split_rows=4 '
-    'chat" --a schedule=serial --b "schedule=continuous arrivals=0,4"'
-)
+OWN = """\
+On your own model, a directory that mlx-lm can load:
+
+    detdiff compare --model DIR --prompt "..." --prompt "..." \\
+      --both "layout=packed kernels=candle-metal split_rows=4 chat" \\
+      --a schedule=serial --b "schedule=continuous arrivals=0,4"
+"""
 INTRODUCTION = (
     "The built-in model answers two requests, greedily: an anchor, and a follower. Run a is serial, one request after the "
     "other. Run b is continuous: the follower arrives at forward 4, while the anchor is decoding, and its prompt shares "
     "forwards with the anchor's next tokens. The profile candle-metal takes one kernel for a single row and another for "
-    "more rows; with split_rows=4, calls of at most 4 rows go row by row through the first."
+    "more rows; with split_rows=4, calls of at most 4 rows go row by row through the first. Prompts come in chunks of 4 "
+    "tokens: 4 rows alone, 5 with the anchor's."
 )
 
 
 @dataclass(frozen=True)
 class Case:
-    """One comparison of the demonstration. ``excerpts`` are the flipped request's texts around the flip, a and b."""
+    """One comparison of the demonstration. ``excerpts`` is the first flipped request's text around its flip, a and b."""
 
     title: str
     anchor: str
@@ -64,19 +72,18 @@ def run_demo(progress: Progress) -> Iterator[Case]:
     """
     case = None
     for anchor, tokens in ANCHORS:
-        case = _case("serial against continuous", anchor, f"{BASE} max_tokens={tokens}", progress)
+        case = _case("serial against continuous", (anchor, FOLLOWER), f"{BASE} max_tokens={tokens}", progress)
         yield case
         if case.flips:
             break
     assert case is not None
     flags = f"{BASE.replace('split_rows=4', f'split_rows={HELD}')} max_tokens={tokens}"
-    yield _case(f"the same with the path held: split_rows={HELD} on both sides", anchor, flags, progress)
+    yield _case(f"the same with the path held, split_rows={HELD}", (anchor, FOLLOWER), flags, progress)
     anchor, tokens = QUIET
-    yield _case("another anchor", anchor, f"{BASE} max_tokens={tokens}", progress)
+    yield _case("other prompts", (anchor, QUIET_FOLLOWER), f"{BASE} max_tokens={tokens}", progress)
 
 
-def _case(title: str, anchor: str, flags: str, progress: Progress) -> Case:
-    prompts = (anchor, FOLLOWER)
+def _case(title: str, prompts: tuple[str, str], flags: str, progress: Progress) -> Case:
     with tempfile.TemporaryDirectory(prefix="detdiff-demo-") as folder:
         traces = []
         for name, schedule in (("serial", SERIAL), ("continuous", CONTINUOUS)):
@@ -84,7 +91,7 @@ def _case(title: str, anchor: str, flags: str, progress: Progress) -> Case:
             with progress(name) as on_token:
                 traces.append(record_trace(scenario, Path(folder) / name, None, on_token, kept=False))
         found = compare(*traces)
-        return Case(title, anchor, _without_paths(found), _excerpts(found, traces))
+        return Case(title, prompts[0], _without_paths(found), _excerpts(found, traces))
 
 
 def _named(scenario: Scenario) -> Scenario:
@@ -105,13 +112,13 @@ def _excerpts(
     if flipped is None or flipped.flip is None:
         return None
     texts = []
-    for trace in traces:
+    for side, trace in zip("ab", traces, strict=True):
         number = next(n for n, request in enumerate(trace.requests) if request["id"] == flipped.id)
         generated, words = trace.generated(lens=False), trace.texts()
         tokens = generated.token[generated.request == number].tolist()
         at = flipped.flip.index
         texts.append(
-            f"{shown(''.join(words[t] for t in tokens[max(0, at - before) : at]))} then "
+            f"{flipped.id} in {side}: {shown(''.join(words[t] for t in tokens[max(0, at - before) : at]))} then "
             f"{shown(''.join(words[t] for t in tokens[at : at + after]))}"
         )
     return texts[0], texts[1]
@@ -126,7 +133,7 @@ def text(cases: Iterable[Case], *, width: int = 100) -> Iterator[str]:
         yield f"\n{'-' * width}\n{number}. {case.title}; anchor {shown(case.anchor)}\n\n"
         yield divergence_text(case.divergence, width=width)
         if case.excerpts is not None:
-            yield f"\nwhat it says  a: {case.excerpts[0]}\n              b: {case.excerpts[1]}\n"
+            yield "\n" + "\n".join(case.excerpts) + "\n"
     yield f"\n{'-' * width}\n"
     if not flipped:
         yield _prose(
@@ -134,7 +141,7 @@ def text(cases: Iterable[Case], *, width: int = 100) -> Iterator[str]:
             "were all larger than the difference. That happens; the last bits depend on the processor.",
             width,
         )
-    yield f"On your own model:\n\n{textwrap.indent(_prose(OWN, width - 4), '    ')}"
+    yield OWN
 
 
 def _prose(words: str, width: int) -> str:

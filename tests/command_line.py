@@ -1,10 +1,7 @@
-"""Running detdiff's command line, in this process or as its own, and reading the errors it ends with."""
+"""Running detdiff's command line in this process, and reading the errors it ends with."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -35,17 +32,6 @@ prompt = "And the king said unto the people, Hear ye"
 def run(*arguments: str | Path, environment: Mapping[str, str] | None = None) -> Result:
     """The command in this process; ``output`` is stdout and stderr together."""
     return CliRunner().invoke(main, [str(argument) for argument in arguments], env=environment)
-
-
-def start(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """The command as its own process."""
-    return subprocess.run(
-        [sys.executable, "-m", "detdiff.cli", *map(str, arguments)],
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
 
 
 def paragraph(result: Result, code: int = 2) -> str:

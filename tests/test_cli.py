@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import Result
-from command_line import FLAGS, PROMPTS, SCENARIO, flags, paragraph, run, start
+from command_line import FLAGS, PROMPTS, SCENARIO, flags, paragraph, run
 from plugins.small_gguf import small_gguf
 from plugins.small_models import write_directory
 
@@ -208,6 +210,27 @@ def test_the_libraries_stay_quiet_and_there_is_no_bar_off_a_terminal(scenario: P
     assert done.stderr == ""
 
 
+def test_there_is_a_bar_on_a_terminal(scenario: Path, tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "detdiff.cli", "record", str(scenario), "-o", str(tmp_path / "t")]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=theirs)
+    os.close(theirs)
+    shown = b""
+    # A terminal that the last writer closed ends with an error on Linux and with nothing elsewhere.
+    with suppress(OSError):
+        while part := os.read(ours, 4096):
+            shown += part
+    os.close(ours)
+    assert process.wait() == 0
+    assert b"recording" in shown and b"100%" in shown
+
+
+def test_an_error_is_wrapped_to_the_terminal(tmp_path: Path) -> None:
+    result = run("compare", environment={"COLUMNS": "50"})
+    assert "There is nothing to compare" in paragraph(result)
+    assert len(result.stderr.splitlines()) > 3 and max(map(len, result.stderr.splitlines())) <= 50
+
+
 def test_a_reader_that_stops_is_no_error(traces: Path) -> None:
     read, write = os.pipe()
     os.close(read)
@@ -254,6 +277,7 @@ def test_a_fault_of_our_own_asks_for_a_report_and_debug_shows_it(
     ("error", "words"),
     [
         (MemoryError(), "not enough memory"),
+        (RuntimeError("[malloc] Unable to allocate 1099511627776 bytes."), "not enough memory"),
         (PermissionError(13, "Permission denied", "some/file"), "some/file: Permission denied"),
         (KeyboardInterrupt(), "Interrupted; nothing was written"),
     ],

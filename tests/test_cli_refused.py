@@ -163,21 +163,21 @@ def test_nothing_is_written_over(trace: Path, tmp_path: Path) -> None:
 def test_a_trace_that_was_cut(trace: Path, whole: Path, name: str, part: float) -> None:
     data = (trace / name).read_bytes()
     (trace / name).write_bytes(data[: int(len(data) * part)])
-    for arguments in (["show", trace], ["compare", trace, whole], ["compare", whole, trace]):
+    for arguments in (("show", trace), ("compare", trace, whole), ("compare", whole, trace)):
         assert name in paragraph(run(*arguments))
 
 
 @pytest.mark.parametrize("name", ["trace.json", "forwards.jsonl", "shard-00000.safetensors"])
 def test_a_trace_that_lacks_a_file(trace: Path, whole: Path, name: str) -> None:
     (trace / name).unlink()
-    for arguments in (["show", trace], ["compare", trace, whole]):
+    for arguments in (("show", trace), ("compare", trace, whole)):
         assert "is not there" in (text := paragraph(run(*arguments))) or "is not a trace" in text
 
 
 def test_a_shard_that_claims_an_exabyte(trace: Path, whole: Path) -> None:
     shard = trace / "shard-00000.safetensors"
     shard.write_bytes((1 << 60).to_bytes(8, "little") + shard.read_bytes()[8:])
-    for arguments in (["show", trace], ["compare", trace, whole]):
+    for arguments in (("show", trace), ("compare", trace, whole)):
         assert shard.name in paragraph(run(*arguments))
 
 
@@ -280,8 +280,8 @@ def test_an_interrupt_keeps_what_was_recorded(tmp_path: Path) -> None:
 
 def test_an_interrupted_comparison_leaves_nothing_unless_it_is_kept(tmp_path: Path) -> None:
     (tmp_path / "temporary").mkdir()
-    arguments = ["compare", long_run(tmp_path), "--b", "schedule=static"]
+    arguments = ("compare", long_run(tmp_path), "--b", "schedule=static")
     process = begin(*arguments, TMPDIR=str(tmp_path / "temporary"))
     interrupt_when(process, lambda: any((tmp_path / "temporary").glob("detdiff-*/a/trace.json")))
-    assert "With --keep DIR" in ended(process)
+    assert "--keep DIR" in ended(process)
     assert list((tmp_path / "temporary").glob("detdiff-*")) == []

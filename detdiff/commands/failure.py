@@ -38,7 +38,8 @@ class Failure:
 def _foreign(error: BaseException) -> DetdiffError:
     if isinstance(error, KeyboardInterrupt):
         return Interrupted("Interrupted; nothing was written.")
-    if isinstance(error, MemoryError):
+    # mlx's own allocator reports with a plain RuntimeError.
+    if isinstance(error, MemoryError) or "Unable to allocate" in str(error):
         return DetdiffError(
             "There is not enough memory. Lower memory_mb, record fewer values (capture digest, or a window), or "
             "use a smaller model."

@@ -154,7 +154,9 @@ def _forwards(found: Mapping[str, Any]) -> str:
         ]
         for group in shown_groups
     ]
-    table = tabulate(rows, headers=["forwards", "rows", "who", "kernel path × sites"], disable_numparse=True)
+    table: str = tabulate(
+        rows, headers=["forwards", "rows", "who", "kernel path × sites"], disable_numparse=True
+    )
     left = len(groups) - len(shown_groups)
     if not left:
         return table

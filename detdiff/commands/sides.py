@@ -183,8 +183,8 @@ def record_trace(
 def _left(path: Path, kept: bool) -> str:
     if not kept:
         return (
-            "Interrupted; the runs of this comparison were recorded into a temporary directory, which is removed. "
-            "With --keep DIR, what was recorded would stay."
+            "Interrupted; the runs were recorded into a temporary directory, which is removed. `detdiff compare` keeps "
+            "them with --keep DIR."
         )
     try:
         trace = Trace.open(path)

@@ -34,11 +34,11 @@ class LateRules:
         if found.how != "composite":
             return found.place
         first = self._judged(found.row).first.get(found.place)
-        return found.place if first is None else int(first[0])
+        return first[0][0] if first else found.place
 
     def _judged(self, row: int) -> Judged:
         block = self._scanner.pair(row)
-        return judge(self._ports, block.columns, np.ascontiguousarray(block.differ.T))
+        return judge(self._ports, block.columns, block.differ[0].tolist())
 
     def _lasting(self, number: int) -> Iterator[Found]:
         """The first row at which a state or a cache differs by itself; later rows inherit it."""
@@ -62,7 +62,8 @@ class LateRules:
                 continue
             row, position = key & _LOW, key >> 32
             inside = sites if place == ROOT else self._ports.sites[place].descendants
-            layers = {self._ports.sites[n].site.layer for n in self._judged(row).unclear if n in inside}
+            unclear = self._judged(row).unclear
+            layers = {self._ports.sites[n].site.layer for n in inside if unclear.get(n)}
             earlier = any(self._explained_from(number, layer) < position for layer in layers)
             if not earlier and not any(n in inside for n in claimed.get(row, ())):
                 claimed.setdefault(row, []).append(place)

@@ -121,11 +121,24 @@ class Columns:
     pair: Int64
     one_sided: int
 
-    def differ(self, left: NDArray[np.uint64], right: NDArray[np.uint64], out: NDArray[np.bool_]) -> None:
-        """Compare digests uint64 [rows, columns] of each run row by row into ``out``, bool [rows, pairs]."""
+    @property
+    def words(self) -> int:
+        """How many uint64 hold a bit for each pair."""
+        return max(1, -(-len(self.a) // 64))
+
+    def rows_in(self, size: int) -> int:
+        """How many rows of digests of one run take ``size`` bytes, at least 1."""
+        return max(1, size // (8 * max(1, len(self.a))))
+
+    def differ(self, left: NDArray[np.uint64], right: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        """Compare digests uint64 [rows, columns] of each run row by row; uint64 [rows, words] with a bit set for
+        each pair that differs, the lowest first."""
         a = left if _whole(self.a, left.shape[1]) else left[:, self.a]
         b = right if _whole(self.b, right.shape[1]) else right[:, self.b]
-        np.not_equal(a, b, out=out)
+        packed = np.packbits(a != b, axis=1, bitorder="little")
+        bits = np.zeros((len(packed), self.words), dtype=np.uint64)
+        bits.view(np.uint8)[:, : packed.shape[1]] = packed
+        return bits
 
 
 def _whole(columns: Int64, width: int) -> bool:

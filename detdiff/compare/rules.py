@@ -7,15 +7,14 @@ inside is an origin: the difference was born between two recorded sites. Everyth
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-import numpy as np
-from numpy.typing import NDArray
-
 from .ports import Columns, CommonPorts, CommonSite
 
-Mask = NDArray[np.bool_]
+Mask = int
+"""A set of rows: bit n stands for row n."""
 
 ROOT: Final = -1
 """The place of the model as a whole, where a difference is born between two sites that no composite holds."""
@@ -23,13 +22,13 @@ ROOT: Final = -1
 
 @dataclass
 class Judged:
-    """The verdict on the rows of a block; masks are bool [rows], keyed by the place of a site.
+    """The verdict on some rows; masks are keyed by the place of a site, and a place without rows may be absent.
 
     ``origins`` are final. ``lasting`` are origins unless an earlier row of the request already differed there, since
     a recurrent state or a changed cache entry carries on. ``carried`` rows had a difference come in through the
     cache. ``unclear`` rows read a difference that may be their own entry; ``pending`` are origins unless it was not.
-    ``touched`` sites differ at any port. ``first`` int64 [rows] gives, for a composite's origin, the first
-    site inside that differs. ``blind`` rows differ and no origin can be named, as an input was not recorded.
+    ``touched`` sites differ at any port. ``first`` gives, for a composite's origin, which site inside differs first
+    in which rows. ``blind`` rows differ and no origin can be named, as an input was not recorded.
     """
 
     origins: dict[int, Mask] = field(default_factory=dict)
@@ -38,125 +37,89 @@ class Judged:
     unclear: dict[int, Mask] = field(default_factory=dict)
     pending: dict[int, Mask] = field(default_factory=dict)
     touched: dict[int, Mask] = field(default_factory=dict)
-    first: dict[int, NDArray[np.int64]] = field(default_factory=dict)
+    first: dict[int, list[tuple[int, Mask]]] = field(default_factory=dict)
     blind: int = 0
 
 
-def judge(ports: CommonPorts, columns: Columns, differ: Mask) -> Judged:
-    """Apply the rules to ``differ``, bool [pairs, rows] of column pairs of one pair of tables."""
-    block = _Block(ports, columns, differ)
+def judge(ports: CommonPorts, columns: Columns, differ: Sequence[Mask]) -> Judged:
+    """Apply the rules to rows of one pair of tables; ``differ`` has the rows in which each column pair differs."""
+    rules = _Rules(ports, columns, differ)
     for place in range(len(ports.sites)):
-        block.visit(place)
-    block.visit_root()
-    return block.judged
+        rules.visit(place)
+    rules.visit_root()
+    return rules.judged
 
 
-class _Block:
-    def __init__(self, ports: CommonPorts, columns: Columns, differ: Mask) -> None:
+class _Rules:
+    def __init__(self, ports: CommonPorts, columns: Columns, differ: Sequence[Mask]) -> None:
         self.ports = ports
-        self.pair = columns.pair
+        self.pair: list[int] = columns.pair.tolist()
         self.differ = differ
-        self.active: Mask = np.any(differ, axis=1)
         self.judged = Judged()
-        self.inputs: dict[int, Mask] = {}
+        self.explained: dict[int, Mask] = {}
         self.written: dict[int | None, Mask] = {}
 
     def visit(self, place: int) -> None:
-        site = self.ports.sites[place]
+        site, judged = self.ports.sites[place], self.judged
         entering, leaving = self._any(site.inputs), self._any(site.outputs)
-        if entering is not None:
-            self.inputs[place] = entering
         if site.carrying:
             self._note_carried(place, site)
-        if site.site.kind == "cache_write" and leaving is not None:
-            self.written[site.site.layer] = _either(self.written.get(site.site.layer), leaving)
-        composite = bool(site.descendants) or site.stateful
-        if composite:
-            self._composite(place, site, leaving)
-        elif leaving is not None and site.site.kind != "state" and self._knows_inputs(site):
-            mask = leaving if entering is None else leaving & ~entering
-            self._claim(place, mask, lasting=site.site.kind == "cache_read")
-        if entering is not None or leaving is not None:
-            self.judged.touched[place] = _either(entering, leaving)
+        if site.site.kind == "cache_write":
+            self.written[site.site.layer] = self.written.get(site.site.layer, 0) | leaving
+        if site.descendants or site.stateful:
+            self._composite(place, site, entering, leaving)
+        elif site.site.kind != "state" and self._knows_inputs(site):
+            self._claim(place, leaving & ~entering, lasting=site.site.kind == "cache_read")
+        if entering or leaving:
+            judged.touched[place] = entering | leaving
+        causes = (found.get(place, 0) for found in (judged.origins, judged.lasting, judged.carried))
+        if explained := union(causes):
+            self.explained[place] = explained
 
     def visit_root(self) -> None:
         everything = range(len(self.ports.sites))
-        mask = self._born_between(everything, None)
-        if mask is None:
-            return
-        if self._blind(everything):
-            self.judged.blind = int(np.count_nonzero(mask))
+        mask = self._born_between(everything, 0)
+        if mask and self._blind(everything):
+            self.judged.blind = mask.bit_count()
         else:
             self._claim(ROOT, mask, everything)
 
-    def _composite(self, place: int, site: CommonSite, leaving: Mask | None) -> None:
-        entering = self.inputs.get(place)
-        if entering is not None and entering.all():
-            return
-        mask = self._born_between(site.descendants, leaving)
-        if mask is None or not self._knows_inputs(site) or self._blind(site.descendants):
-            return
-        if entering is not None:
-            mask &= ~entering
-        self._claim(place, mask, site.descendants, lasting=site.stateful)
+    def _composite(self, place: int, site: CommonSite, entering: Mask, leaving: Mask) -> None:
+        mask = self._born_between(site.descendants, leaving) & ~entering
+        if mask and self._knows_inputs(site) and not self._blind(site.descendants):
+            self._claim(place, mask, site.descendants, lasting=site.stateful)
 
-    def _born_between(self, inside: tuple[int, ...] | range, leaving: Mask | None) -> Mask | None:
-        """Rows that differ inside, or at ``leaving``, without a cause inside; None where no row differs."""
-        judged = self.judged
-        mask = leaving
-        for place in inside:
-            if place in judged.touched:
-                mask = _either(mask, judged.touched[place])
-        if mask is None:
-            return None
-        mask = mask.copy()
-        for place in inside:
-            for causes in (judged.origins, judged.lasting, judged.carried):
-                if place in causes:
-                    mask &= ~causes[place]
-        return mask
+    def _born_between(self, inside: Sequence[int], leaving: Mask) -> Mask:
+        """Rows that differ inside, or at ``leaving``, without a cause inside."""
+        touched = union(self.judged.touched.get(place, 0) for place in inside)
+        return (touched | leaving) & ~union(self.explained.get(place, 0) for place in inside)
 
-    def _claim(
-        self, place: int, mask: Mask, inside: tuple[int, ...] | range = (), lasting: bool = False
-    ) -> None:
-        if not mask.any():
+    def _claim(self, place: int, mask: Mask, inside: Sequence[int] = (), lasting: bool = False) -> None:
+        if not mask:
             return
         if inside:
-            self.judged.first[place] = self._first_touched(inside, place)
-        for other in inside:
-            if other in self.judged.unclear:
-                unclear = mask & self.judged.unclear[other]
-                if unclear.any():
-                    self.judged.pending[place] = _either(self.judged.pending.get(place), unclear)
-                    mask = mask & ~unclear
-        (self.judged.lasting if lasting else self.judged.origins)[place] = mask
+            self.judged.first[place] = self._first_touched(inside, mask)
+        if unclear := mask & union(self.judged.unclear.get(other, 0) for other in inside):
+            self.judged.pending[place] = unclear
+        (self.judged.lasting if lasting else self.judged.origins)[place] = mask & ~unclear
 
     def _note_carried(self, place: int, site: CommonSite) -> None:
         names = self.ports.names
         mask = self._any(tuple(p for p in site.inputs if names[p].endswith((".kv", ".written"))))
-        if mask is None:
-            return
         # What a row reads has its own entry in it, so where that differs an earlier one need not.
-        own = self.written.get(site.site.layer)
-        if own is None:
-            self.judged.carried[place] = mask
-        else:
-            self.judged.carried[place], self.judged.unclear[place] = mask & ~own, mask & own
+        own = self.written.get(site.site.layer, 0)
+        self.judged.carried[place], self.judged.unclear[place] = mask & ~own, mask & own
 
-    def _first_touched(self, inside: tuple[int, ...] | range, itself: int) -> NDArray[np.int64]:
-        first = np.full(self.differ.shape[1], itself, dtype=np.int64)
-        for place in reversed(inside):
-            if place in self.judged.touched:
-                first[self.judged.touched[place]] = place
+    def _first_touched(self, inside: Sequence[int], mask: Mask) -> list[tuple[int, Mask]]:
+        first = []
+        for place in inside:
+            if here := mask & self.judged.touched.get(place, 0):
+                first.append((place, here))
+                mask &= ~here
         return first
 
-    def _any(self, numbers: tuple[int, ...]) -> Mask | None:
-        mask: Mask | None = None
-        for number in numbers:
-            pair = int(self.pair[number])
-            if pair >= 0 and bool(self.active[pair]):
-                mask = _either(mask, self.differ[pair])
-        return mask
+    def _any(self, numbers: tuple[int, ...]) -> Mask:
+        return union(self.differ[self.pair[number]] for number in numbers if self.pair[number] >= 0)
 
     def _knows_inputs(self, site: CommonSite) -> bool:
         # A row's tokens were compared before its digests, so an embedding's input is known even if not recorded.
@@ -164,7 +127,7 @@ class _Block:
             return True
         return site.whole and bool(site.inputs) and all(self.pair[number] >= 0 for number in site.inputs)
 
-    def _blind(self, inside: tuple[int, ...] | range) -> bool:
+    def _blind(self, inside: Iterable[int]) -> bool:
         """Whether an attention inside lacks the digest of what it read, so that the cache cannot be ruled out."""
         for place in inside:
             site = self.ports.sites[place]
@@ -173,9 +136,9 @@ class _Block:
         return False
 
 
-def _either(a: Mask | None, b: Mask | None) -> Mask:
-    if a is None or b is None:
-        found = b if a is None else a
-        assert found is not None
-        return found
-    return a | b
+def union(masks: Iterable[Mask]) -> Mask:
+    """The rows that are in any of the masks."""
+    found = 0
+    for mask in masks:
+        found |= mask
+    return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final
 
@@ -17,20 +16,34 @@ from .rows import RowPairs
 
 Int64 = NDArray[np.int64]
 
-_READ_BYTES: Final = (
-    1 << 20
-)  # of one trace: what was read is compared while it is still in the processor's cache
-_THREADS: Final = 2
-_BLOCK_BYTES: Final = 8 << 20  # of answers, a byte for each pair of digests
+_NEAR_BYTES: Final = 1 << 20  # of one trace: what was read is compared while the processor's cache has it
+_FAR_BYTES: Final = 16 << 20  # of run A, kept at hand where run B has its rows in another order
+_LONG: Final = 16  # rows: shorter runs are not worth a read of their own
+_EIGHT: Final = (1 << np.arange(8)).astype(np.uint8)[:, None]
 
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """Rows of one pair of tables: ``rows`` int64 [n] are places in RowPairs, ``differ`` bool [n, column pairs]."""
+    """Rows of one pair of tables: ``rows`` int64 [n] are places in RowPairs.
+
+    ``bits`` uint64 [n, words] has a bit for each column pair, the lowest first, set where the digests differ.
+    """
 
     rows: Int64
     columns: Columns
-    differ: NDArray[np.bool_]
+    bits: NDArray[np.uint64]
+
+    @property
+    def differ(self) -> NDArray[np.bool_]:
+        """The bits as bool [n, column pairs]."""
+        bits = self.bits.view(np.uint8)
+        return np.unpackbits(bits, axis=1, count=len(self.columns.a), bitorder="little").view(np.bool_)
+
+    def turned(self) -> NDArray[np.uint8]:
+        """The bits as uint8 [column pairs, bytes], with a bit for each row, the lowest first."""
+        eights = np.ascontiguousarray(self.bits.view(np.uint8).T)
+        packed = [np.packbits(eight & _EIGHT, axis=1, bitorder="little") for eight in eights]
+        return np.concatenate(packed)[: len(self.columns.a)]
 
     @classmethod
     def joined(cls, blocks: Sequence[Block]) -> Block:
@@ -38,7 +51,7 @@ class Block:
         return cls(
             np.concatenate([block.rows for block in blocks]),
             blocks[0].columns,
-            np.concatenate([block.differ for block in blocks]),
+            np.concatenate([block.bits for block in blocks]),
         )
 
 
@@ -71,7 +84,8 @@ class Scanner:
             for both in np.unique(tables).tolist():
                 columns = self.columns(both >> 32, both & 0xFFFFFFFF)
                 rows = start + np.flatnonzero(tables == both)
-                step = max(1, _BLOCK_BYTES // max(1, len(columns.a)))
+                far = len(_runs(self._b, self._pairs.b[rows])) > 1
+                step = columns.rows_in(_FAR_BYTES if far else _NEAR_BYTES)
                 for first in range(0, len(rows), step):
                     yield self._block(rows[first : first + step], columns)
 
@@ -82,29 +96,36 @@ class Scanner:
         return self._block(np.array([row]), self.columns(table_a, table_b))
 
     def _block(self, rows: Int64, columns: Columns) -> Block:
-        differ = np.empty((len(rows), len(columns.a)), dtype=np.bool_)
-        step = max(1, _READ_BYTES // (8 * max(1, len(columns.a))))
-
-        def compare(first: int) -> None:
-            part = rows[first : first + step]
-            left, right = _digests(self._a, self._pairs.a[part]), _digests(self._b, self._pairs.b[part])
-            columns.differ(left, right, differ[first : first + step])
-
+        left = _digests(self._a, self._pairs.a[rows])
+        step = columns.rows_in(_NEAR_BYTES)
         if len(rows) <= step:
-            compare(0)
-        else:
-            # Reading and comparing let go of the interpreter, so two threads take two processors.
-            with ThreadPoolExecutor(_THREADS) as pool:
-                list(pool.map(compare, range(0, len(rows), step)))
-        return Block(rows, columns, differ)
+            return Block(rows, columns, columns.differ(left, _digests(self._b, self._pairs.b[rows])))
+        # Run B is read in its own order, so that rows that lie together there are one read.
+        order = np.argsort(self._pairs.b[rows], kind="stable")
+        rows_b = self._pairs.b[rows[order]]
+        runs = _runs(self._b, rows_b)
+        if len(runs) * _LONG > len(rows):
+            runs = [0]
+        bits = np.empty((len(rows), columns.words), dtype=np.uint64)
+        for start, stop in zip(runs, [*runs[1:], len(rows)], strict=True):
+            for first in range(start, stop, step):
+                part = slice(first, min(first + step, stop))
+                bits[order[part]] = columns.differ(left[order[part]], _digests(self._b, rows_b[part]))
+        return Block(rows, columns, bits)
+
+
+def _runs(trace: Trace, rows: Int64) -> list[int]:
+    """Where runs of rows begin that lie together in one shard."""
+    index = trace.row_index()
+    apart = (np.diff(index.table_row[rows]) != 1) | (np.diff(index.shard[rows]) != 0)
+    return [0, *(np.flatnonzero(apart) + 1).tolist()]
 
 
 def _digests(trace: Trace, rows: Int64) -> NDArray[np.uint64]:
     """Digests of rows that share one table, in the given order: uint64 [n, columns]."""
-    index = trace.row_index()
-    shards, places = index.shard[rows], index.table_row[rows]
-    if bool((shards == shards[0]).all()) and bool((np.diff(places) == 1).all()):
-        # Consecutive rows need no gathering, which would copy them once more.
-        first = int(places[0])
-        return trace.shard(int(shards[0])).digests(int(index.table[rows[0]]), first, first + len(places))
-    return trace.digests(rows)
+    if len(_runs(trace, rows)) > 1:
+        return trace.digests(rows)
+    # Rows that lie together need no gathering, which would copy them once more.
+    index, first = trace.row_index(), rows[0]
+    start = int(index.table_row[first])
+    return trace.fetch(int(index.shard[first]), int(index.table[first]), start, start + len(rows))

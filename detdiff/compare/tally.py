@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Final
 
 import numpy as np
@@ -11,15 +11,15 @@ from numpy.typing import NDArray
 
 from .ports import Columns, CommonPorts
 from .rows import RowPairs
-from .rules import ROOT, Judged, judge
+from .rules import ROOT, Mask, judge, union
 from .scan import Block
 
 Int64 = NDArray[np.int64]
-Mask = NDArray[np.bool_]
 
 Plans = Callable[[Int64], tuple[Int64, Int64]]
 
-_WAITING_BYTES: Final = 16 << 20
+_WAITING_BYTES: Final = 64 << 20
+_LOW: Final = (1 << 32) - 1
 NEVER: Final = np.int64((1 << 63) - 1)
 
 
@@ -78,18 +78,23 @@ class Tally:
         per_layer = np.bincount(self._layers_of(columns), minlength=len(self.layers))
         per_request = np.bincount(self._pairs.request[rows], minlength=len(self.layer_compared))
         self.layer_compared += per_request[:, None] * per_layer
-        parted = np.flatnonzero(block.differ.any(axis=1))
+        self.differing[rows] = np.bitwise_count(block.bits).sum(axis=1, dtype=np.int32)
+        parted = np.flatnonzero(self.differing[rows])
         if len(parted):
             # Judging takes about as long for one row as for a thousand, so rows wait for others of their tables.
-            self._waiting.setdefault(number, []).append(Block(rows[parted], columns, block.differ[parted]))
-            self._waiting_bytes += len(parted) * len(columns.a)
+            self._waiting.setdefault(number, []).append(Block(rows[parted], columns, block.bits[parted]))
+            self._waiting_bytes += len(parted) * columns.words * 8
             if self._waiting_bytes >= _WAITING_BYTES:
                 self.settle(forward_a)
 
     def settle(self, forward_a: Int64) -> None:
-        """Judge the rows that still wait."""
+        """Judge the rows that still wait, those of one request at a time."""
         for blocks in self._waiting.values():
-            self._judge(Block.joined(blocks), forward_a)
+            block = Block.joined(blocks)
+            request = self._pairs.request[block.rows]
+            order = np.lexsort((self._pairs.position[block.rows], request))
+            for mine in np.split(order, np.flatnonzero(np.diff(request[order])) + 1):
+                self._judge(Block(block.rows[mine], block.columns, block.bits[mine]), forward_a)
         self._waiting, self._waiting_bytes = {}, 0
 
     def present(self, n: int, rows: Int64) -> Int64:
@@ -106,54 +111,60 @@ class Tally:
         return layer
 
     def _judge(self, block: Block, forward_a: Int64) -> None:
+        """Rows of one request by ascending position, so that the lowest bit of a mask is its earliest row."""
         rows, columns = block.rows, block.columns
-        request = self._pairs.request[rows]
-        layer = self._layers_of(columns)
-        differ = np.ascontiguousarray(block.differ.T)
-        self.differing[rows] = np.count_nonzero(differ, axis=0)
-        for number in np.unique(request).tolist():
-            per_pair = np.count_nonzero(differ[:, request == number], axis=1)
-            self.layer_differing[number] += np.bincount(layer, per_pair, len(self.layers)).astype(np.int64)
+        number = int(self._pairs.request[rows[0]])
+        turned = block.turned()
+        differ = [int.from_bytes(bits.tobytes(), "little") for bits in turned]
+        counts = [mask.bit_count() for mask in differ]
+        self.layer_differing[number] += np.bincount(
+            self._layers_of(columns), counts, len(self.layers)
+        ).astype(np.int64)
         for n, place in enumerate(self.cache_sites):
             found = columns.pair[list(self._ports.sites[place].outputs)]
-            self.entries[n, rows] = np.count_nonzero(differ[found[found >= 0]], axis=0)
+            bits = np.unpackbits(turned[found[found >= 0]], axis=1, count=len(rows), bitorder="little")
+            self.entries[n, rows] = bits.sum(axis=0, dtype=np.uint16)
         judged = judge(self._ports, columns, differ)
         self.blind += judged.blind
-        self._note_lasting(judged, rows, request)
+        key = (self._pairs.position[rows] << 32) | rows
+        self._note_earliest(self.carried[number], judged.carried, key)
+        self._note_earliest(self.lasting[number], judged.lasting, key)
+        self._note_earliest(self.pending[number], judged.pending, key)
+        for place, site in enumerate(self._ports.sites):
+            if site.stateful:
+                inside = (judged.touched.get(n, 0) for n in (place, *site.descendants))
+                self._note_earliest(self.touched[number], {place: union(inside)}, key)
         for place, mask in judged.origins.items():
-            first = judged.first.get(place)
-            at = np.full(len(rows), place) if first is None else first
-            self.claim(place, rows[mask], at[mask], forward_a)
+            at = np.full(len(rows), place)
+            for first, here in judged.first.get(place, ()):
+                at[_places(here, len(rows))] = first
+            claimed = _places(mask, len(rows))
+            if len(claimed):
+                self.claim(place, rows[claimed], at[claimed], forward_a)
+
+    def _note_earliest(self, into: Int64, masks: Mapping[int, Mask], key: Int64) -> None:
+        for place, mask in masks.items():
+            if mask:
+                into[place] = min(into[place], key[(mask & -mask).bit_length() - 1])
 
     def claim(self, place: int, rows: Int64, at: Int64, forward_a: Int64) -> None:
-        """Count an origin at the site ``place`` (or ROOT) in every one of ``rows``; ``at`` orders them by site."""
-        request = self._pairs.request[rows]
+        """Count an origin at the site ``place`` (or ROOT) in ``rows`` of one request; ``at`` orders them by site."""
+        number = int(self._pairs.request[rows[0]])
         self.origins[rows] += 1
+        plan_a, plan_b = self._plans(rows)
         site = at if place == ROOT else np.full(len(rows), place)
-        keys = np.stack([request, *self._plans(rows), site], axis=1)
-        found, counts = np.unique(keys, axis=0, return_counts=True)
-        for (number, plan_a, plan_b, where), count in zip(found.tolist(), counts.tolist(), strict=True):
-            self.counts[number, plan_a, plan_b, where] += count
+        for where in np.unique(site).tolist():
+            here = site == where
+            found, counts = np.unique((plan_a[here] << 32) | plan_b[here], return_counts=True)
+            for plans, count in zip(found.tolist(), counts.tolist(), strict=True):
+                self.counts[number, plans >> 32, plans & _LOW, where] += count
         forward = forward_a[rows]
-        order = np.lexsort((rows, at, forward, request))
-        leading = order[np.flatnonzero(np.diff(request[order], prepend=-1))]
-        for n in leading.tolist():
-            mine = (int(forward[n]), int(at[n]), int(rows[n]), place)
-            number = int(request[n])
-            self.first[number] = min(self.first.get(number, mine), mine)
+        n = np.lexsort((rows, at, forward))[0]
+        mine = (int(forward[n]), int(at[n]), int(rows[n]), place)
+        self.first[number] = min(self.first.get(number, mine), mine)
 
-    def _note_lasting(self, judged: Judged, rows: Int64, request: Int64) -> None:
-        key = (self._pairs.position[rows] << 32) | rows
-        for place, mask in judged.carried.items():
-            np.minimum.at(self.carried[:, place], request[mask], key[mask])
-        for place, mask in judged.lasting.items():
-            np.minimum.at(self.lasting[:, place], request[mask], key[mask])
-        for place, mask in judged.pending.items():
-            np.minimum.at(self.pending[:, place], request[mask], key[mask])
-        for place, site in enumerate(self._ports.sites):
-            if not site.stateful:
-                continue
-            for inside in (place, *site.descendants):
-                if inside in judged.touched:
-                    mask = judged.touched[inside]
-                    np.minimum.at(self.touched[:, place], request[mask], key[mask])
+
+def _places(mask: Mask, rows: int) -> Int64:
+    """The rows of a mask, ascending."""
+    packed = np.frombuffer(mask.to_bytes(-(-rows // 8), "little"), dtype=np.uint8)
+    return np.flatnonzero(np.unpackbits(packed, count=rows, bitorder="little"))

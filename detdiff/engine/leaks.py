@@ -22,6 +22,7 @@ from detdiff.instrument import Session
 from detdiff.instrument.buffers import memory
 from detdiff.instrument.forward import Forward
 from detdiff.instrument.sites import Arrays, SiteMap
+from detdiff.scenario import KernelPlan
 
 from .packed import PackedEngine, Share
 from .packing import refuse_unpackable
@@ -29,10 +30,11 @@ from .work import Work
 
 Steps = tuple[tuple[int, ...], ...]
 
-PROBE: Steps = ((1, 2, 3), (4,))  # a prompt and a decode row
-NEIGHBOUR: Steps = ((5, 6), (7,))
-STRANGER: Steps = ((3, 1), (2,))
+PROBE: Steps = ((1, 2), (4,))  # a prompt and a decode row
+NEIGHBOUR: Steps = ((5, 6, 2), (7,))
+STRANGER: Steps = ((3, 1, 7), (6,))
 KERNELS = ("linear", "head", "switch", "attention")  # a backend may choose these by the number of rows
+ANY_ROWS = 1 << 20
 ROUNDING = 1 / 8  # of the largest logit: far above what rounding does in a few layers of any dtype
 
 
@@ -75,10 +77,14 @@ class _Rows:
     def block_done(self, key: str) -> None: ...
 
 
-def refuse_leaks(model: Module) -> None:
-    """Raises LayoutError, naming the module or site, for a model that cannot be packed or mixes requests' rows."""
+def refuse_leaks(model: Module, plan: KernelPlan) -> None:
+    """Raises LayoutError, naming the module or site, for a model that cannot be packed or mixes requests' rows.
+
+    Runs some 20 rows. Of the plan only the profile is used, since a native path can be the slower one by far.
+    """
     refuse_unpackable(model)
-    session = Session(model)
+    # Row by row, so that a profile's choice by the number of rows is not taken for a leak.
+    session = Session(model, KernelPlan(plan.profile, ANY_ROWS if plan.profile else None))
     together = _run(session, (PROBE, NEIGHBOUR), (1, 0))
     for order, requests, change in (
         ((1, 0), (PROBE, STRANGER), "the tokens of the request before it"),

@@ -64,7 +64,7 @@ def record(
     work = prepare(scenario, loaded)
     session = Session(loaded.model, scenario.kernels, options.plants)
     if scenario.schedule.layout == "packed":
-        refuse_leaks(loaded.model)
+        refuse_leaks(loaded.model, scenario.kernels)
     total = sum(w.max_tokens for w in work)
     seen = FirstLogits(options.observe)
     started, clock = time.time(), time.perf_counter()
@@ -102,7 +102,7 @@ def generate(
     work = prepare(scenario, loaded)
     session = Session(loaded.model, scenario.kernels)
     if scenario.schedule.layout == "packed":
-        refuse_leaks(loaded.model)
+        refuse_leaks(loaded.model, scenario.kernels)
     with session.running(None, packed=scenario.schedule.layout == "packed"):
         session.on_logits = on_logits
         _run(scenario, session, work, lambda *_: None)

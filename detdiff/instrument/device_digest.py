@@ -6,6 +6,7 @@ Integer sums are exact in any order, so the numbers equal those of the host (a p
 from __future__ import annotations
 
 import mlx.core as mx
+import numpy as np
 
 from detdiff.trace.digest import coefficients
 
@@ -40,7 +41,8 @@ def _digest_last(array: mx.array) -> mx.array:
             raw = mx.contiguous(mx.pad(raw, widths))
         words = raw.view(mx.uint32)
     total = (words.astype(mx.uint64) * _coefficients(words.shape[-1])).sum(axis=-1)
-    return total + mx.array(constant(dtype, n_bytes), mx.uint64)
+    # As a numpy array: MLX refuses Python integers from 2**63 on.
+    return total + mx.array(np.array(constant(dtype, n_bytes), np.uint64))
 
 
 def device_rows(array: mx.array, axis: int | None) -> mx.array:

@@ -99,6 +99,8 @@ class Recorder:
         if kind == "embedding":
             # Token ids are int32 in mlx-lm's prefill and uint32 in its decode; the same bits are the same input.
             inputs = [(name, ids.view(mx.int32) if ids.dtype == mx.uint32 else ids) for name, ids in inputs]
+            # Nothing else computes such a view: left lazy, reading it later would wait for the forward in flight.
+            mx.async_eval(*(ids for _, ids in inputs))
         record.add(key, inputs)
         record.add(key, outputs)
         if kind == "state":

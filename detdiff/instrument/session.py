@@ -202,7 +202,7 @@ class Session:
         except Exception:
             self._failed_in = self._failed_in or name
             raise
-        y = self._planted(key, "out", y)
+        y = self._planted(key, "out", y) if kind != "switch" else self._switch_planted(key, args, y)
         if self._sink is not None:
             if kind == "switch":
                 inputs, outputs = self._switch_ports(key, held, args[1], y)
@@ -258,6 +258,13 @@ class Session:
         for plant in self._plants:
             value = plant.apply(self.sites.sites[place].name, port, value, shape.axis, forward)
         return value
+
+    def _switch_planted(self, key: str, args: Any, y: mx.array) -> Any:
+        if not self._plants or self._sorted is None or args[1] is not self._sorted[0] or self.forward is None:
+            return self._planted(key, "out", y)
+        order = self._sorted[1]
+        rows = y[order].reshape(*self.forward.shape, -1, *y.shape[1:])
+        return self._planted(key, "out", rows).reshape(y.shape)[mx.argsort(order)]
 
     def gather_sort(self, native: Callable[..., Any], args: Any) -> Any:
         result = native(*args)
