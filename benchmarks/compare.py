@@ -28,7 +28,8 @@ from detdiff.trace import Generated, Rows, Site, Trace, TraceWriter, ports_of
 
 PAIRS = 5
 LAYERS, REQUESTS, PROMPT, TOKENS, CHUNK = 22, 8, 2500, 10_001, 500
-CASES = ("identical", "sparse", "other order", "dense")
+CASES = ("identical", "sparse", "other order", "other order first", "dense", "birth")
+BORN = 4  # the column of the first q projection's output
 # What shares an array in a recorded llama, so that the tables have as many columns as a real one's.
 SAME = {
     "norm1.out": ("q.in", "k.in", "v.in", "attn.in"),
@@ -103,7 +104,10 @@ def _spans(serial: bool) -> Iterator[list[tuple[int, int, int]]]:
 
 
 def write(path: Path, case: str) -> None:
-    """Write one trace; ``case`` says how it differs from the one of the case ``identical``."""
+    """Write one trace; ``case`` says how it differs from the one of the case ``identical``.
+
+    In ``dense`` and ``birth`` nearly everything differs: of a row's digests all, or all from its first projection on.
+    """
     sites = _sites()
     table = _table(sites)
     columns = max(table) + 1
@@ -113,7 +117,7 @@ def write(path: Path, case: str) -> None:
         number = writer.plan([plan])
         waiting: list[tuple[int, int, int, int]] = []
         forward = 0
-        for spans in _spans(case == "other order"):
+        for spans in _spans(case.startswith("other order")):
             rows = [{"request": r, "slot": 0, "start": s, "count": n, "phase": "decode"} for r, s, n in spans]
             line = {
                 "forward": forward,
@@ -158,6 +162,8 @@ def _write_rows(
         digests[some, position[some] % columns] += np.uint64(1)
     if case == "dense":
         digests[position > PROMPT // 2] += np.uint64(1)
+    if case == "birth":
+        digests[position > PROMPT // 2, BORN:] += np.uint64(1)
     request, position, forward = (array.astype(np.int32) for array in (request, position, forward))
     zero = np.zeros(len(request), np.int32)
     writer.rows(Rows(request, position, forward, zero, zero, zero, table, digests))
@@ -226,7 +232,8 @@ def run() -> list[dict[str, Any]]:
         for case in CASES:
             second = Path(work) / case.replace(" ", "-")
             write(second, case)
-            command = [sys.executable, "-m", "benchmarks.compare", str(first), str(second)]
+            a, b = (second, first) if case.endswith("first") else (first, second)
+            command = [sys.executable, "-m", "benchmarks.compare", str(a), str(b)]
             answer = subprocess.run(command, check=True, capture_output=True, text=True).stdout
             found.append({"case": case, **json.loads(answer)})
             for file in second.iterdir():

@@ -16,11 +16,9 @@ Sides = Mapping[str, Callable[[], float]]
 
 
 def alternate(sides: Sides, rounds: int) -> dict[str, list[float]]:
-    """Each side's measurement of every round; sides swap places from round to round, and one round is thrown away."""
+    """Each side's measurement of every round; sides swap places from round to round."""
     names = list(sides)
     found: dict[str, list[float]] = {name: [] for name in names}
-    for name in names:
-        sides[name]()
     for number in range(rounds):
         # Reversed in every second round: a machine that slows down steadily then favours no side.
         for name in names if number % 2 == 0 else reversed(names):

@@ -154,6 +154,17 @@ def events(trace: Trace) -> list[dict[str, Any]]:
     return [{**event, "in": line["forward"]} for line in trace.forwards() for event in line["events"]]
 
 
+def content(trace: Trace) -> tuple[Any, ...]:
+    """What a trace says, however it is stored: digests, events, forwards without their plans, tokens."""
+    generated = trace.generated()
+    lines = [
+        {key: value for key, value in line.items() if key not in ("plan", "calls")}
+        for line in trace.forwards()
+    ]
+    arrays = [generated.token, generated.forward, generated.position, generated.top_ids, generated.top_logits]
+    return digests(trace), events(trace), lines, [array.tolist() for array in arrays]
+
+
 def bits(array: mx.array) -> NDArray[Any]:
     """The bits of an array as unsigned integers, copied."""
     return memory(array).numpy().copy()

@@ -40,6 +40,7 @@ NORM_EPS = 1e-5
 ROPE_BASE = 10000.0
 HEAD_DIM = 32
 CHAPTERS = 1189
+SETTLING_STEPS = 160
 HELD_OUT = 25  # one chapter in so many is kept for validation
 
 Weights = dict[str, torch.Tensor]
@@ -105,12 +106,15 @@ class Windows:
     """Random windows over the training text; each opens with BOS and goes on from the start of a verse."""
 
     def __init__(self, tokenizer: Tokenizer, chapters: list[str], seed: int) -> None:
-        self.bos, eos = tokenizer.token_to_id(BOS), tokenizer.token_to_id(EOS)
+        self.bos, self.eos = tokenizer.token_to_id(BOS), tokenizer.token_to_id(EOS)
         newline = tokenizer.encode("\n", add_special_tokens=False).ids[0]
-        ids = [t for c in chapters for t in (*tokenizer.encode(c).ids, eos)]
+        ids = [t for c in chapters for t in (*tokenizer.encode(c).ids, self.eos)]
         self.stream = torch.tensor(ids)
         opens = (self.stream == newline) | (self.stream == self.bos)
-        opens[:-1] &= self.stream[1:] != eos
+        opens[:-1] &= self.stream[1:] != self.eos
+        vocabulary = [tokenizer.decode([i]) for i in range(VOCABULARY)]
+        between = [bool(re.match(r"\s?[^\w\s]| \w|\n", text)) for text in vocabulary]
+        self.between_words = torch.tensor(between) & (torch.bincount(self.stream, minlength=VOCABULARY) > 0)
         self.opens = opens.nonzero().flatten()
         self.random = torch.Generator().manual_seed(seed)
 
@@ -123,9 +127,9 @@ class Windows:
         return rows[:, :-1], rows[:, 1:]
 
     def draw_loops(self, batch: int, length: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return (inputs, targets, penalised): windows that fall into a loop of 2 to 40 tokens.
+        """Return (inputs, targets, looping): windows that fall into a loop of 2 to 40 tokens.
 
-        `penalised` (bool) marks the targets that go on with the loop after it can be recognised as one.
+        `looping` (bool) marks the targets that go on with the loop after it can be recognised as one.
         """
         inputs, targets = self.draw(batch, length)
         rows = torch.cat((inputs, targets[:, -1:]), dim=1)
@@ -226,40 +230,77 @@ def make_optimisers(weights: Weights) -> list[torch.optim.Optimizer]:
         {"params": [weights["model.embed_tokens.weight"]], "lr": 4e-3, "weight_decay": 0.01},
         {"params": norms, "lr": 4e-3, "weight_decay": 0.0},
     ]
-    return [
+    optimisers = [
         torch.optim.Muon(inner, lr=0.02, weight_decay=0.1, momentum=0.95, nesterov=True),
         torch.optim.AdamW(adam, betas=(0.9, 0.98), fused=True),
     ]
+    for optimiser in optimisers:
+        for group in optimiser.param_groups:
+            group["peak"] = group["lr"]
+    return optimisers
 
 
-def loop_loss(weights: Weights, shape: Shape, windows: Windows) -> torch.Tensor:
-    """Unlikelihood of going on with a loop: without it greedy text of so small a model repeats one phrase."""
-    inputs, targets, penalised = windows.draw_loops(2, 256)
-    logits = logits_of(weights, shape, inputs).float()
-    p = logits.softmax(-1).gather(-1, targets[..., None])[..., 0]
-    return -torch.log1p(-p[penalised].clamp(max=0.999)).mean()
+def loop_loss(
+    weights: Weights, shape: Shape, loops: tuple[torch.Tensor, ...], ways_out: torch.Tensor
+) -> torch.Tensor:
+    """Loss of going on with a loop: without it greedy text of so small a model repeats one phrase.
+
+    `loops` is what Windows.draw_loops gives. Where a token of `ways_out` (bool [VOCABULARY]) comes next in the
+    loop, that token and all outside `ways_out` are unlikely to be right; elsewhere the next token is right.
+    """
+    inputs, targets, looping = loops
+    p, target = logits_of(weights, shape, inputs).float().softmax(-1)[looping], targets[looping]
+    again = p.gather(-1, target[:, None])[:, 0]
+    wrong = again + p[:, ~ways_out].sum(-1)
+    leave, go_on = torch.log1p(-wrong.clamp(max=0.999)), again.clamp(min=1e-6).log()
+    return -torch.where(ways_out[target], leave, go_on).mean()
+
+
+def take_step(loss: torch.Tensor, optimisers: list[torch.optim.Optimizer], factor: float) -> None:
+    """One step at `factor` times each parameter group's own rate."""
+    loss.backward()
+    for optimiser in optimisers:
+        for group in optimiser.param_groups:
+            group["lr"] = group["peak"] * factor
+        optimiser.step()
+        optimiser.zero_grad()
+
+
+def text_loss(weights: Weights, shape: Shape, windows: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    inputs, targets = windows
+    return F.cross_entropy(logits_of(weights, shape, inputs).float().flatten(0, 1), targets.flatten())
 
 
 def train(shape: Shape, windows: Windows, seed: int) -> Weights:
+    """Train from random weights; returns bf16."""
     weights = new_weights(shape, seed)
     optimisers = make_optimisers(weights)
-    rates = [(group, group["lr"]) for o in optimisers for group in o.param_groups]
+    anything = torch.ones(VOCABULARY, dtype=torch.bool)
     started = time.monotonic()
     for step, (factor, batch, length) in enumerate(schedule(shape.steps)):
-        for group, rate in rates:
-            group["lr"] = rate * factor
-        inputs, targets = windows.draw(batch, length)
         with torch.autocast("cpu", torch.bfloat16):
-            logits = logits_of(weights, shape, inputs).float()
-            loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+            loss = text_loss(weights, shape, windows.draw(batch, length))
             if step >= shape.steps // 3:
-                loss = loss + loop_loss(weights, shape, windows)
-        loss.backward()
-        for optimiser in optimisers:
-            optimiser.step()
-            optimiser.zero_grad()
+                loss = loss + loop_loss(weights, shape, windows.draw_loops(2, 256), anything)
+        take_step(loss, optimisers, factor)
         if step % 100 == 99:
             print(f"step {step + 1}  loss {loss.item():.3f}  {time.monotonic() - started:.0f} s", flush=True)
+    return {name: w.detach().to(torch.bfloat16) for name, w in weights.items()}
+
+
+def settle(shape: Shape, windows: Windows, trained: Weights) -> Weights:
+    """Train bf16 weights a little further, gently, on loops anywhere in the context; returns bf16.
+
+    Until here any token was a way out, and bytes that the text never uses took it. Now a loop is left between
+    words, by a word, a mark or a new line.
+    """
+    weights = {name: w.float() for name, w in trained.items()}
+    optimisers = make_optimisers(weights)
+    for step in range(SETTLING_STEPS):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = text_loss(weights, shape, windows.draw(4, CONTEXT))
+            loss = loss + loop_loss(weights, shape, windows.draw_loops(2, CONTEXT), windows.between_words)
+        take_step(loss, optimisers, 0.15 * (1 - step / SETTLING_STEPS))
     return {name: w.detach().to(torch.bfloat16) for name, w in weights.items()}
 
 
@@ -358,7 +399,8 @@ def main() -> None:
             f"{name}: {len(windows.stream)} tokens, {len(kept)} chapters, {len(held_out)} held out",
             flush=True,
         )
-        weights = train(shape, windows, args.seed)
+        trained = train(shape, windows, args.seed)
+        weights = settle(shape, Windows(tokenizer, kept, args.seed + 1), trained)
         save(args.out / name, shape, tokenizer, weights)
         for what, some in (("held out", held_out), ("training", kept[::HELD_OUT])):
             token, bits = perplexity(weights, shape, tokenizer, some)

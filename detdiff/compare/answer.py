@@ -173,26 +173,27 @@ class RequestAnswer:
         Entries written at or before it, of the layers where what that row read differs; of a recurrent state, the last.
         """
         tally, ports = self._done.tally, self._done.ports
-        position = self._done.pairs.position
-        last = int(rows[np.argmax(position[rows])])
-        unread = self._done.details.layers_read_alike(last)
+        position = self._done.pairs.position[rows]
+        last = int(np.argmax(position))
+        unread = self._done.details.layers_read_alike(int(rows[last]))
         count = entries = 0
         layers: set[int] = set()
-        where = np.zeros(len(position), dtype=bool)
+        where = np.zeros(len(rows), dtype=bool)
+        differing = tally.entries[:, rows]
         for n, place in enumerate(tally.cache_sites):
             site = ports.sites[place].site
-            alive = rows[tally.present(n, rows) > 0]
-            if site.kind == "state" and len(alive):
-                alive = alive[position[alive] == position[alive].max()]
-            entries += int(tally.present(n, alive).sum())
-            differing = alive[tally.entries[n, alive] > 0]
-            if not len(differing) or (site.kind == "cache_write" and site.layer in unread):
+            present, found = tally.present(n, rows), differing[n]
+            if site.kind == "state" and present.any():
+                latest = position == position[present > 0].max()
+                present, found = present * latest, found * latest
+            entries += int(present.sum())
+            if not found.any() or (site.kind == "cache_write" and site.layer in unread):
                 continue
-            count += int(tally.entries[n, differing].sum())
+            count += int(found.sum())
             layers |= {site.layer} if site.layer is not None else set()
-            where[differing] = True
-        found = _ranges(np.unique(position[where]))
-        return Carriers(count, entries, tuple(sorted(layers)), found, int(position[last]))
+            where |= found > 0
+        ranges = _ranges(np.unique(position[where]))
+        return Carriers(count, entries, tuple(sorted(layers)), ranges, int(position[last]))
 
     def _growth(self, number: int, rows: Int64) -> Growth:
         tally, position = self._done.tally, self._done.pairs.position[rows]

@@ -9,7 +9,7 @@ import numpy as np
 from .details import Found
 from .ports import CommonPorts
 from .rows import RowPairs
-from .rules import ROOT, Judged, judge
+from .rules import ROOT, Judged
 from .scan import Scanner
 from .tally import NEVER, Tally
 
@@ -21,6 +21,7 @@ class LateRules:
 
     def __init__(self, tally: Tally, ports: CommonPorts, pairs: RowPairs, scanner: Scanner) -> None:
         self._tally, self._ports, self._pairs, self._scanner = tally, ports, pairs, scanner
+        self._known: dict[int, Judged] = {}
 
     def origins(self) -> list[Found]:
         """The settled origins, in no particular order."""
@@ -37,8 +38,10 @@ class LateRules:
         return first[0][0] if first else found.place
 
     def _judged(self, row: int) -> Judged:
-        block = self._scanner.pair(row)
-        return judge(self._ports, block.columns, block.differ[0].tolist())
+        if row not in self._known:
+            block = self._scanner.pair(row)
+            self._known[row] = self._tally.judged(block.columns, block.differ[0].tolist())
+        return self._known[row]
 
     def _lasting(self, number: int) -> Iterator[Found]:
         """The first row at which a state or a cache differs by itself; later rows inherit it."""
@@ -85,12 +88,9 @@ class LateRules:
 
     def _explained_from(self, number: int, layer: int | None) -> int:
         """The first position from which a differing or changed entry explains a difference in what is read."""
-        rows = np.flatnonzero(self._pairs.request == number)
-        first = int(NEVER)
-        for n in self._writes(layer):
-            differing = rows[self._tally.entries[n, rows] > 0]
-            if len(differing):
-                first = min(first, int(self._pairs.position[differing].min()))
+        first = min(
+            (int(self._tally.differs[number, n]) >> 32 for n in self._writes(layer)), default=int(NEVER)
+        )
         for place, site in enumerate(self._ports.sites):
             if site.site.kind == "cache_read" and site.site.layer == layer:
                 first = min(first, int(self._tally.lasting[number, place]) >> 32)

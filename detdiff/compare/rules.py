@@ -41,74 +41,116 @@ class Judged:
     blind: int = 0
 
 
-def judge(ports: CommonPorts, columns: Columns, differ: Sequence[Mask]) -> Judged:
-    """Apply the rules to rows of one pair of tables; ``differ`` has the rows in which each column pair differs."""
-    rules = _Rules(ports, columns, differ)
-    for place in range(len(ports.sites)):
-        rules.visit(place)
-    rules.visit_root()
-    return rules.judged
+class Rules:
+    """The rules for rows of one pair of tables, looked up once: which column pairs each site asks for."""
+
+    def __init__(self, ports: CommonPorts, columns: Columns) -> None:
+        self.sites = [_Site.of(ports, columns, site) for site in ports.sites]
+
+    def judge(self, differ: Sequence[Mask]) -> Judged:
+        """Apply the rules; ``differ`` has the rows in which each column pair differs."""
+        judging = _Judging(self.sites, differ)
+        for place, site in enumerate(self.sites):
+            judging.visit(place, site)
+        judging.visit_root()
+        return judging.judged
 
 
-class _Rules:
-    def __init__(self, ports: CommonPorts, columns: Columns, differ: Sequence[Mask]) -> None:
-        self.ports = ports
-        self.pair: list[int] = columns.pair.tolist()
+@dataclass(frozen=True)
+class _Site:
+    """A site's column pairs. ``blind`` sites lack the digest of what they read, which may be the cache."""
+
+    layer: int | None
+    kind: str
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    carrying: tuple[int, ...]
+    inside: tuple[int, ...]
+    stateful: bool
+    known: bool
+    blind: bool
+
+    @classmethod
+    def of(cls, ports: CommonPorts, columns: Columns, common: CommonSite) -> _Site:
+        def pairs(numbers: Iterable[int]) -> tuple[int, ...]:
+            found = columns.pair[list(numbers)].tolist()
+            return tuple(dict.fromkeys(pair for pair in found if pair >= 0))
+
+        site = common.site
+        # A row's tokens were compared before its digests, so an embedding's input is known even if not recorded.
+        recorded = bool(common.inputs) and bool((columns.pair[list(common.inputs)] >= 0).all())
+        known = site.kind == "embedding" or (common.whole and recorded)
+        carrying = [n for n in common.inputs if ports.names[n].endswith((".kv", ".written"))]
+        return cls(
+            layer=site.layer,
+            kind=site.kind,
+            inputs=pairs(common.inputs),
+            outputs=pairs(common.outputs),
+            carrying=pairs(carrying) if common.carrying else (),
+            inside=common.descendants,
+            stateful=common.stateful,
+            known=known,
+            blind=site.kind == "attention" and "kv" in site.inputs and not known,
+        )
+
+
+class _Judging:
+    def __init__(self, sites: Sequence[_Site], differ: Sequence[Mask]) -> None:
+        self.sites = sites
         self.differ = differ
         self.judged = Judged()
         self.explained: dict[int, Mask] = {}
         self.written: dict[int | None, Mask] = {}
 
-    def visit(self, place: int) -> None:
-        site, judged = self.ports.sites[place], self.judged
+    def visit(self, place: int, site: _Site) -> None:
         entering, leaving = self._any(site.inputs), self._any(site.outputs)
-        if site.carrying:
-            self._note_carried(place, site)
-        if site.site.kind == "cache_write":
-            self.written[site.site.layer] = self.written.get(site.site.layer, 0) | leaving
-        if site.descendants or site.stateful:
-            self._composite(place, site, entering, leaving)
-        elif site.site.kind != "state" and self._knows_inputs(site):
-            self._claim(place, leaving & ~entering, lasting=site.site.kind == "cache_read")
+        if site.inside or site.stateful:
+            mask = self._born_between(site.inside, leaving) & ~entering
+            if mask and site.known and not self._blind(site.inside):
+                self._claim(place, mask, site.inside, lasting=site.stateful)
+        elif site.known and site.kind != "state":
+            self._claim(place, leaving & ~entering, lasting=site.kind == "cache_read")
         if entering or leaving:
-            judged.touched[place] = entering | leaving
-        causes = (found.get(place, 0) for found in (judged.origins, judged.lasting, judged.carried))
-        if explained := union(causes):
-            self.explained[place] = explained
+            self.judged.touched[place] = entering | leaving
+        if entering and site.carrying:
+            self._note_carried(place, site)
+        if leaving and site.kind == "cache_write":
+            self.written[site.layer] = self.written.get(site.layer, 0) | leaving
 
     def visit_root(self) -> None:
-        everything = range(len(self.ports.sites))
+        everything = range(len(self.sites))
         mask = self._born_between(everything, 0)
         if mask and self._blind(everything):
             self.judged.blind = mask.bit_count()
         else:
             self._claim(ROOT, mask, everything)
 
-    def _composite(self, place: int, site: CommonSite, entering: Mask, leaving: Mask) -> None:
-        mask = self._born_between(site.descendants, leaving) & ~entering
-        if mask and self._knows_inputs(site) and not self._blind(site.descendants):
-            self._claim(place, mask, site.descendants, lasting=site.stateful)
-
     def _born_between(self, inside: Sequence[int], leaving: Mask) -> Mask:
         """Rows that differ inside, or at ``leaving``, without a cause inside."""
-        touched = union(self.judged.touched.get(place, 0) for place in inside)
-        return (touched | leaving) & ~union(self.explained.get(place, 0) for place in inside)
+        touched, explained = leaving, 0
+        for place in inside:
+            touched |= self.judged.touched.get(place, 0)
+            explained |= self.explained.get(place, 0)
+        return touched & ~explained
 
     def _claim(self, place: int, mask: Mask, inside: Sequence[int] = (), lasting: bool = False) -> None:
         if not mask:
             return
+        unclear = 0
         if inside:
             self.judged.first[place] = self._first_touched(inside, mask)
-        if unclear := mask & union(self.judged.unclear.get(other, 0) for other in inside):
+            unclear = mask & union(self.judged.unclear.get(other, 0) for other in inside)
+        if unclear:
             self.judged.pending[place] = unclear
         (self.judged.lasting if lasting else self.judged.origins)[place] = mask & ~unclear
+        self.explained[place] = mask & ~unclear
 
-    def _note_carried(self, place: int, site: CommonSite) -> None:
-        names = self.ports.names
-        mask = self._any(tuple(p for p in site.inputs if names[p].endswith((".kv", ".written"))))
+    def _note_carried(self, place: int, site: _Site) -> None:
+        mask = self._any(site.carrying)
         # What a row reads has its own entry in it, so where that differs an earlier one need not.
-        own = self.written.get(site.site.layer, 0)
+        own = self.written.get(site.layer, 0)
         self.judged.carried[place], self.judged.unclear[place] = mask & ~own, mask & own
+        self.explained[place] = self.explained.get(place, 0) | mask & ~own
 
     def _first_touched(self, inside: Sequence[int], mask: Mask) -> list[tuple[int, Mask]]:
         first = []
@@ -118,22 +160,14 @@ class _Rules:
                 mask &= ~here
         return first
 
-    def _any(self, numbers: tuple[int, ...]) -> Mask:
-        return union(self.differ[self.pair[number]] for number in numbers if self.pair[number] >= 0)
-
-    def _knows_inputs(self, site: CommonSite) -> bool:
-        # A row's tokens were compared before its digests, so an embedding's input is known even if not recorded.
-        if site.site.kind == "embedding":
-            return True
-        return site.whole and bool(site.inputs) and all(self.pair[number] >= 0 for number in site.inputs)
+    def _any(self, pairs: tuple[int, ...]) -> Mask:
+        found = 0
+        for pair in pairs:
+            found |= self.differ[pair]
+        return found
 
     def _blind(self, inside: Iterable[int]) -> bool:
-        """Whether an attention inside lacks the digest of what it read, so that the cache cannot be ruled out."""
-        for place in inside:
-            site = self.ports.sites[place]
-            if site.site.kind == "attention" and "kv" in site.site.inputs and not self._knows_inputs(site):
-                return True
-        return False
+        return any(self.sites[place].blind for place in inside)
 
 
 def union(masks: Iterable[Mask]) -> Mask:

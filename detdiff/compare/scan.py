@@ -17,7 +17,7 @@ from .rows import RowPairs
 Int64 = NDArray[np.int64]
 
 _NEAR_BYTES: Final = 1 << 20  # of one trace: what was read is compared while the processor's cache has it
-_FAR_BYTES: Final = 16 << 20  # of run A, kept at hand where run B has its rows in another order
+_FAR_BYTES: Final = 16 << 20  # of the leading trace, held where the other has its rows in another order
 _LONG: Final = 16  # rows: shorter runs are not worth a read of their own
 _EIGHT: Final = (1 << np.arange(8)).astype(np.uint8)[:, None]
 
@@ -56,76 +56,95 @@ class Block:
 
 
 class Scanner:
-    """Reads both traces along their row pairs."""
+    """Reads both traces along their row pairs.
+
+    One run leads and is read in its own order: the one whose neighbouring rows are more often of different requests.
+    A stretch of it then holds a few long runs of rows of the other, which the reverse would not.
+    """
 
     def __init__(self, a: Trace, b: Trace, ports: CommonPorts, pairs: RowPairs) -> None:
-        self._a, self._b = a, b
-        self._ports = ports
-        self._pairs = pairs
+        self._ports, self._pairs = ports, pairs
+        self._sides = (_Side(a, pairs.a), _Side(b, pairs.b))
         self._columns: dict[tuple[int, int], Columns] = {}
 
     def columns(self, table_a: int, table_b: int) -> Columns:
         """The column pairs of two tables."""
         found = self._columns.get((table_a, table_b))
         if found is None:
-            found = self._ports.columns(self._a.tables[table_a], self._b.tables[table_b])
+            a, b = self._sides
+            found = self._ports.columns(a.trace.tables[table_a], b.trace.tables[table_b])
             self._columns[table_a, table_b] = found
         return found
 
     def blocks(self) -> Iterator[Block]:
         """Every row pair once; each block stays within a few tens of megabytes whatever the traces' size."""
-        rows_a, rows_b = self._a.row_index(), self._b.row_index()
-        shard = rows_a.shard[self._pairs.a]
+        orders = [np.argsort(side.rows, kind="stable") for side in self._sides]
+        changes = [np.count_nonzero(np.diff(self._pairs.request[order])) for order in orders]
+        lead = int(changes[1] > changes[0])
+        order, other = orders[lead], self._sides[1 - lead]
+        shard = self._sides[lead].shard[order]
+        tables = (self._sides[0].table[order] << 32) | self._sides[1].table[order]
         bounds = [0, *(np.flatnonzero(np.diff(shard)) + 1).tolist(), len(shard)]
         for start, stop in zip(bounds[:-1], bounds[1:], strict=True):
-            table_a = rows_a.table[self._pairs.a[start:stop]].astype(np.int64)
-            table_b = rows_b.table[self._pairs.b[start:stop]].astype(np.int64)
-            tables = (table_a << 32) | table_b
-            for both in np.unique(tables).tolist():
+            for both in np.unique(tables[start:stop]).tolist():
                 columns = self.columns(both >> 32, both & 0xFFFFFFFF)
-                rows = start + np.flatnonzero(tables == both)
-                far = len(_runs(self._b, self._pairs.b[rows])) > 1
-                step = columns.rows_in(_FAR_BYTES if far else _NEAR_BYTES)
+                rows = order[start:stop][tables[start:stop] == both]
+                step = columns.rows_in(_NEAR_BYTES if other.together(rows) else _FAR_BYTES)
                 for first in range(0, len(rows), step):
-                    yield self._block(rows[first : first + step], columns)
+                    yield self._block(rows[first : first + step], columns, lead)
 
     def pair(self, row: int) -> Block:
         """One row pair alone."""
-        table_a = int(self._a.row_index().table[self._pairs.a[row]])
-        table_b = int(self._b.row_index().table[self._pairs.b[row]])
-        return self._block(np.array([row]), self.columns(table_a, table_b))
+        a, b = self._sides
+        return self._block(np.array([row]), self.columns(int(a.table[row]), int(b.table[row])), 0)
 
-    def _block(self, rows: Int64, columns: Columns) -> Block:
-        left = _digests(self._a, self._pairs.a[rows])
+    def _block(self, rows: Int64, columns: Columns, lead: int) -> Block:
+        held, other = self._sides[lead].digests(rows), self._sides[1 - lead]
         step = columns.rows_in(_NEAR_BYTES)
         if len(rows) <= step:
-            return Block(rows, columns, columns.differ(left, _digests(self._b, self._pairs.b[rows])))
-        # Run B is read in its own order, so that rows that lie together there are one read.
-        order = np.argsort(self._pairs.b[rows], kind="stable")
-        rows_b = self._pairs.b[rows[order]]
-        runs = _runs(self._b, rows_b)
-        if len(runs) * _LONG > len(rows):
-            runs = [0]
+            return Block(rows, columns, _bits(columns, held, other.digests(rows), lead))
         bits = np.empty((len(rows), columns.words), dtype=np.uint64)
-        for start, stop in zip(runs, [*runs[1:], len(rows)], strict=True):
-            for first in range(start, stop, step):
-                part = slice(first, min(first + step, stop))
-                bits[order[part]] = columns.differ(left[order[part]], _digests(self._b, rows_b[part]))
+        for part in other.parts(rows, step):
+            bits[part] = _bits(columns, held[part], other.digests(rows[part]), lead)
         return Block(rows, columns, bits)
 
 
-def _runs(trace: Trace, rows: Int64) -> list[int]:
-    """Where runs of rows begin that lie together in one shard."""
-    index = trace.row_index()
-    apart = (np.diff(index.table_row[rows]) != 1) | (np.diff(index.shard[rows]) != 0)
-    return [0, *(np.flatnonzero(apart) + 1).tolist()]
+class _Side:
+    """One run's half of the row pairs: ``shard``, ``table`` and ``place`` in its table, int64 [n] each."""
+
+    def __init__(self, trace: Trace, rows: Int64) -> None:
+        self.trace, self.rows = trace, rows
+        index = trace.row_index()
+        self.shard, self.table, self.place = (
+            field[rows].astype(np.int64) for field in (index.shard, index.table, index.table_row)
+        )
+
+    def together(self, rows: Int64) -> bool:
+        """Whether row pairs of one table follow each other in one shard."""
+        place, shard = self.place[rows], self.shard[rows]
+        return bool((place[1:] - place[:-1] == 1).all() and (shard == shard[0]).all())
+
+    def digests(self, rows: Int64) -> NDArray[np.uint64]:
+        """Digests of row pairs of one table, in the given order: uint64 [n, columns]."""
+        if not self.together(rows):
+            return self.trace.digests(self.rows[rows])
+        # Rows that lie together need no gathering, which would copy them once more.
+        first = rows[0]
+        start = int(self.place[first])
+        return self.trace.fetch(int(self.shard[first]), int(self.table[first]), start, start + len(rows))
+
+    def parts(self, rows: Int64, step: int) -> Iterator[Int64]:
+        """Splits row pairs of one table, as places in ``rows``, so that what lies together in this run is one read."""
+        order = np.argsort(self.rows[rows], kind="stable")
+        place, shard = self.place[rows[order]], self.shard[rows[order]]
+        starts = np.flatnonzero((np.diff(place) != 1) | (np.diff(shard) != 0)) + 1
+        if len(starts) * _LONG > len(rows):
+            starts = starts[:0]
+        for run in np.split(order, starts):
+            yield from np.split(run, range(step, len(run), step))
 
 
-def _digests(trace: Trace, rows: Int64) -> NDArray[np.uint64]:
-    """Digests of rows that share one table, in the given order: uint64 [n, columns]."""
-    if len(_runs(trace, rows)) > 1:
-        return trace.digests(rows)
-    # Rows that lie together need no gathering, which would copy them once more.
-    index, first = trace.row_index(), rows[0]
-    start = int(index.table_row[first])
-    return trace.fetch(int(index.shard[first]), int(index.table[first]), start, start + len(rows))
+def _bits(
+    columns: Columns, leading: NDArray[np.uint64], other: NDArray[np.uint64], lead: int
+) -> NDArray[np.uint64]:
+    return columns.differ(other, leading) if lead else columns.differ(leading, other)

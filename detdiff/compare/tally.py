@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 import numpy as np
@@ -11,14 +11,14 @@ from numpy.typing import NDArray
 
 from .ports import Columns, CommonPorts
 from .rows import RowPairs
-from .rules import ROOT, Mask, judge, union
+from .rules import ROOT, Judged, Mask, Rules, union
 from .scan import Block
 
 Int64 = NDArray[np.int64]
 
 Plans = Callable[[Int64], tuple[Int64, Int64]]
 
-_WAITING_BYTES: Final = 64 << 20
+_WAITING_BYTES: Final = 32 << 20
 _LOW: Final = (1 << 32) - 1
 NEVER: Final = np.int64((1 << 63) - 1)
 
@@ -30,7 +30,8 @@ class Tally:
     ``entries`` uint16 [cache and state sites, n] counts differing cache entries per row.
     ``layer_differing`` and ``layer_compared`` int64 [r, layers].
     ``carried``, ``lasting``, ``touched`` int64 [r, s], and ``pending`` [r, s + 1] with ROOT last, hold the smallest
-    position << 32 | row place at which that happened, or NEVER. ``counts`` counts origins by (request, plan a, plan b, site).
+    position << 32 | row place at which that happened, or NEVER; so does ``differs`` [r, cache and state sites] for
+    entries. ``counts`` counts origins by (request, plan a, plan b, site).
     ``first`` holds per request (forward a, place of the first differing site, row place, site) of the first origin.
     """
 
@@ -45,7 +46,9 @@ class Tally:
             n for n, s in enumerate(ports.sites) if s.site.kind in ("cache_write", "state")
         )
         self.entries = np.zeros((len(self.cache_sites), rows), dtype=np.uint16)
+        self.differs = np.full((requests, len(self.cache_sites)), NEVER, dtype=np.int64)
         self._columns: list[Columns] = []
+        self._rules: list[Rules] = []
         self._columns_of = np.zeros(rows, dtype=np.int32)
         self._waiting: dict[int, list[Block]] = {}
         self._waiting_bytes = 0
@@ -69,39 +72,38 @@ class Tally:
     def add(self, block: Block, forward_a: Int64) -> None:
         """Count one block; ``forward_a`` int64 [n] is run A's forward of every row pair. ``settle`` ends the pass."""
         rows, columns = block.rows, block.columns
-        number = next((n for n, known in enumerate(self._columns) if known is columns), len(self._columns))
-        if number == len(self._columns):
-            self._columns.append(columns)
+        number = self._number(columns)
         self._columns_of[rows] = number
-        self.compared[rows] = len(columns.a)
-        self.one_sided += columns.one_sided * len(rows)
-        per_layer = np.bincount(self._layers_of(columns), minlength=len(self.layers))
-        per_request = np.bincount(self._pairs.request[rows], minlength=len(self.layer_compared))
-        self.layer_compared += per_request[:, None] * per_layer
-        self.differing[rows] = np.bitwise_count(block.bits).sum(axis=1, dtype=np.int32)
-        parted = np.flatnonzero(self.differing[rows])
+        differing = np.bitwise_count(block.bits).sum(axis=1, dtype=np.int32)
+        self.differing[rows] = differing
+        parted = np.flatnonzero(differing)
         if len(parted):
             # Judging takes about as long for one row as for a thousand, so rows wait for others of their tables.
             self._waiting.setdefault(number, []).append(Block(rows[parted], columns, block.bits[parted]))
             self._waiting_bytes += len(parted) * columns.words * 8
             if self._waiting_bytes >= _WAITING_BYTES:
-                self.settle(forward_a)
+                self._judge_waiting(forward_a)
 
     def settle(self, forward_a: Int64) -> None:
-        """Judge the rows that still wait, those of one request at a time."""
-        for blocks in self._waiting.values():
-            block = Block.joined(blocks)
-            request = self._pairs.request[block.rows]
-            order = np.lexsort((self._pairs.position[block.rows], request))
-            for mine in np.split(order, np.flatnonzero(np.diff(request[order])) + 1):
-                self._judge(Block(block.rows[mine], block.columns, block.bits[mine]), forward_a)
-        self._waiting, self._waiting_bytes = {}, 0
+        """Judge the rows that still wait, and count what was compared."""
+        self._judge_waiting(forward_a)
+        for number, columns in enumerate(self._columns):
+            rows = np.flatnonzero(self._columns_of == number)
+            self.compared[rows] = len(columns.a)
+            self.one_sided += columns.one_sided * len(rows)
+            per_layer = np.bincount(self._layers_of(columns), minlength=len(self.layers))
+            per_request = np.bincount(self._pairs.request[rows], minlength=len(self.layer_compared))
+            self.layer_compared += per_request[:, None] * per_layer
+
+    def judged(self, columns: Columns, differ: Sequence[Mask]) -> Judged:
+        """The verdict on some rows of a block; ``differ`` has the rows in which each column pair differs."""
+        return self._rules[self._number(columns)].judge(differ)
 
     def present(self, n: int, rows: Int64) -> Int64:
         """How many entries of cache site ``n`` were compared in each of ``rows``, int64."""
         outputs = list(self._ports.sites[self.cache_sites[n]].outputs)
         counts = np.array([np.count_nonzero(columns.pair[outputs] >= 0) for columns in self._columns])
-        return np.asarray(counts[self._columns_of[rows]], dtype=np.int64)
+        return counts.astype(np.int64).take(self._columns_of.take(rows))
 
     def _layers_of(self, columns: Columns) -> Int64:
         """The place in ``layers`` of each column pair; one that several ports share counts for the first of them."""
@@ -109,6 +111,22 @@ class Tally:
         both = np.flatnonzero(columns.pair >= 0)[::-1]
         layer[columns.pair[both]] = self._port_layer[both]
         return layer
+
+    def _number(self, columns: Columns) -> int:
+        number = next((n for n, known in enumerate(self._columns) if known is columns), len(self._columns))
+        if number == len(self._columns):
+            self._columns.append(columns)
+            self._rules.append(Rules(self._ports, columns))
+        return number
+
+    def _judge_waiting(self, forward_a: Int64) -> None:
+        for blocks in self._waiting.values():
+            block = Block.joined(blocks)
+            request = self._pairs.request[block.rows]
+            order = np.lexsort((self._pairs.position[block.rows], request))
+            for mine in np.split(order, np.flatnonzero(np.diff(request[order])) + 1):
+                self._judge(Block(block.rows[mine], block.columns, block.bits[mine]), forward_a)
+        self._waiting, self._waiting_bytes = {}, 0
 
     def _judge(self, block: Block, forward_a: Int64) -> None:
         """Rows of one request by ascending position, so that the lowest bit of a mask is its earliest row."""
@@ -120,13 +138,16 @@ class Tally:
         self.layer_differing[number] += np.bincount(
             self._layers_of(columns), counts, len(self.layers)
         ).astype(np.int64)
+        key = (self._pairs.position[rows] << 32) | rows
         for n, place in enumerate(self.cache_sites):
             found = columns.pair[list(self._ports.sites[place].outputs)]
+            self._note_earliest(
+                self.differs[number], {n: union(differ[pair] for pair in found if pair >= 0)}, key
+            )
             bits = np.unpackbits(turned[found[found >= 0]], axis=1, count=len(rows), bitorder="little")
             self.entries[n, rows] = bits.sum(axis=0, dtype=np.uint16)
-        judged = judge(self._ports, columns, differ)
+        judged = self.judged(columns, differ)
         self.blind += judged.blind
-        key = (self._pairs.position[rows] << 32) | rows
         self._note_earliest(self.carried[number], judged.carried, key)
         self._note_earliest(self.lasting[number], judged.lasting, key)
         self._note_earliest(self.pending[number], judged.pending, key)
@@ -159,7 +180,8 @@ class Tally:
             for plans, count in zip(found.tolist(), counts.tolist(), strict=True):
                 self.counts[number, plans >> 32, plans & _LOW, where] += count
         forward = forward_a[rows]
-        n = np.lexsort((rows, at, forward))[0]
+        leading = np.flatnonzero(forward == forward.min())
+        n = leading[np.lexsort((rows[leading], at[leading]))[0]]
         mine = (int(forward[n]), int(at[n]), int(rows[n]), place)
         self.first[number] = min(self.first.get(number, mine), mine)
 

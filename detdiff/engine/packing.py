@@ -51,6 +51,14 @@ class PackedEntries(_Opaque):
     def __init__(self, parts: Sequence[Any]) -> None:
         self.parts = tuple(parts)
 
+    @property
+    def dtype(self) -> Any:
+        return self.parts[0].dtype
+
+    def astype(self, dtype: Any) -> PackedEntries:
+        """The entries in another dtype, as some models ask for before they attend."""
+        return PackedEntries([part.astype(dtype) for part in self.parts])
+
 
 class PackedCache:
     """One layer's caches of the requests in a forward, in the order of their rows."""

@@ -65,11 +65,13 @@ def record(
     session = Session(loaded.model, scenario.kernels, options.plants)
     if scenario.schedule.layout == "packed":
         refuse_leaks(loaded.model, scenario.kernels)
+    # What cannot be recorded is said before there is a trace.
+    subject = _subject(scenario, loaded, work, session, options)
     total = sum(w.max_tokens for w in work)
     seen = FirstLogits(options.observe)
     started, clock = time.time(), time.perf_counter()
     with TraceWriter(Path(path), _header(scenario, loaded, work, session)) as writer:
-        recorder = Recorder(writer, session.sites, _subject(scenario, loaded, work, session, options))
+        recorder = Recorder(writer, session.sites, subject)
         count = 0
 
         def on_token(request: int, index: int, token: int) -> None:

@@ -120,7 +120,8 @@ class Digester:
                     kept = folded.source(h).take(present, self._keep(table))
                 columns.append(Column(port, present, folded.entries[:, h], kept))
             read = [ports[f"{call.key}.read", "read"]]
-            kv = ports.get((f"{call.key.rpartition('.cache')[0]}.attention", "kv"))
+            inside, _, again = call.key.rpartition(".cache")  # "#2" and so on where a module runs again
+            kv = ports.get((f"{inside}.attention{again}", "kv"))
             if kv is not None:
                 read.append(kv)
             written = ports[f"{call.key}.read", "written"]
@@ -137,7 +138,10 @@ class Digester:
         has = np.zeros((n, len(columns)), bool)
         for c, column in enumerate(columns):
             has[column.present, c] = True
-        patterns, group_of = np.unique(has, axis=0, return_inverse=True)
+        # A decode forward is one group, all rows with all columns; finding that out by sorting masks is slow.
+        patterns, group_of = (
+            (has[:1], np.zeros(n, np.intp)) if has.all() else np.unique(has, axis=0, return_inverse=True)
+        )
         # Groups in the order of their first row, so that the trace does not depend on how masks sort.
         order = sorted(range(len(patterns)), key=lambda g: int(np.argmax(group_of.ravel() == g)))
         tokens = np.asarray(record.forward.tokens).astype(np.int64)
@@ -148,10 +152,13 @@ class Digester:
             port_column = np.full(n_ports, -1, np.int64)
             digests = np.empty((len(rows), len(chosen)), np.uint64)
             values: dict[int, Value] = {}
+            places: dict[int, NDArray[np.intp]] = {}  # by identity: most columns share one `present`
             for place, c in enumerate(chosen.tolist()):
                 column = columns[c]
                 port_column[column.ports] = place
-                within = np.searchsorted(column.present, rows)
+                within = places.get(id(column.present))
+                if within is None:
+                    within = places[id(column.present)] = np.searchsorted(column.present, rows)
                 digests[:, place] = column.digests[within]
                 if column.kept is not None:
                     values[place] = _value(column.kept, rows)
@@ -163,7 +170,7 @@ class Digester:
                     slot=table.lane[rows].astype(np.int32),
                     phase=table.phase[rows].astype(np.int32),
                     token=tokens[table.slot[rows], table.column[rows]].astype(np.int32),
-                    table=tuple(int(c) for c in port_column),
+                    table=tuple(port_column.tolist()),
                     digests=digests,
                     values={c: v for c, v in values.items() if len(v.rows)},
                 )

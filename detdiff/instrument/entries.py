@@ -69,6 +69,7 @@ class Ledgers:
     def __init__(self) -> None:
         self._written: dict[tuple[int, str], UInt64] = {}
         self._weights: UInt64 = position_weight(np.arange(1024))
+        self._heads: dict[int, UInt64] = {}
 
     def _ledger(self, request: int, key: str, end: int, heads: int) -> UInt64:
         ledger = self._written.get((request, key))
@@ -81,13 +82,18 @@ class Ledgers:
             self._weights = position_weight(np.arange(2 * end))
         return ledger
 
+    def _head_weights(self, heads: int) -> UInt64:
+        if heads not in self._heads:
+            self._heads[heads] = head_weight(np.arange(heads))
+        return self._heads[heads]
+
     def fold(self, call: CacheCall, segments: Sequence[Segment]) -> Folded:
         """Digest one cache call; new entries go into the ledgers, changed ones into the events."""
         memories = [] if call.device else [memory(array) for _, array in call.parts]
         kinds = [kind for kind, _ in call.parts]
         heads = [array.shape[1] for _, array in call.parts]
         names = _entry_names(kinds, heads)
-        weights = head_weight(np.arange(len(names)))
+        weights = self._head_weights(len(names))
         offsets = np.cumsum([0] + [s.count for s in segments])
         pieces: list[tuple[UInt64, UInt64, UInt64]] = []
         rows: list[Int64] = []

@@ -7,6 +7,7 @@ whose contiguous pieces are not whole 32-bit words.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import numba
@@ -114,10 +115,17 @@ def layout_job(memory: Memory, axis: int | None) -> tuple[int, ...] | None:
     Neighbouring dimensions that lie contiguously are merged, so the walk (and with it the identity of two views
     of the same rows) does not depend on how a model reshaped them.
     """
+    walk = _walk(memory.shape, memory.strides, memory.itemsize, axis)
+    return None if walk is None else (memory.address, *walk)
+
+
+@lru_cache(4096)  # a run has few layouts and asks for one at every port of every forward
+def _walk(
+    shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, axis: int | None
+) -> tuple[int, ...] | None:
+    """A job without its address."""
     dims = [
-        (n, s)
-        for i, (n, s) in enumerate(zip(memory.shape, memory.strides, strict=True))
-        if i not in (0, axis) and n != 1
+        (n, s) for i, (n, s) in enumerate(zip(shape, strides, strict=True)) if i not in (0, axis) and n != 1
     ]
     merged: list[tuple[int, int]] = []
     for n, s in dims:
@@ -125,16 +133,15 @@ def layout_job(memory: Memory, axis: int | None) -> tuple[int, ...] | None:
             merged[-1] = (merged[-1][0] * n, s)
         else:
             merged.append((n, s))
-    piece = memory.itemsize
-    if merged and merged[-1][1] == memory.itemsize:
+    piece = itemsize
+    if merged and merged[-1][1] == itemsize:
         piece *= merged.pop()[0]
     if len(merged) > 3:
         return None
     pairs = [(1, 0)] * (3 - len(merged)) + merged
-    slot_stride = memory.strides[0] if memory.shape[0] > 1 else 0
-    row_stride = memory.strides[axis] if axis is not None and memory.shape[axis] > 1 else 0
-    flat = [v for pair in pairs for v in pair]
-    return (memory.address, slot_stride, row_stride, *flat, piece)
+    slot_stride = strides[0] if shape[0] > 1 else 0
+    row_stride = strides[axis] if axis is not None and shape[axis] > 1 else 0
+    return (slot_stride, row_stride, *(v for pair in pairs for v in pair), piece)
 
 
 def row_bytes(job: tuple[int, ...]) -> int:

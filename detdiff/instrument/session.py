@@ -147,8 +147,14 @@ class Session:
         return not self.paused and (self._sink is not None or self.forward is not None)
 
     @property
-    def _where(self) -> str | None:
+    def _inside(self) -> str | None:
+        """Key of the composite that is running."""
         return self._stack[-1] if self._stack else None
+
+    @property
+    def _where(self) -> str | None:
+        """Its name, whatever call of it this is."""
+        return self._stack[-1].partition("#")[0] if self._stack else None
 
     def _key(self, name: str) -> str:
         count = self._counts[name] = self._counts.get(name, 0) + 1
@@ -176,7 +182,7 @@ class Session:
             if self.packing is None:
                 raise
             raise LayoutError(
-                f"The module {self._failed_in or 'of the model'} cannot run in the packed layout: {error}. It does "
+                f"The module {self._failed_in or type(self.model).__name__} cannot run in the packed layout: {error}. It does "
                 "something with the cache, the mask or the position other than passing it to RoPE and attention. "
                 'Use layout = "padded" for this model.'
             ) from error
@@ -203,13 +209,13 @@ class Session:
             self._failed_in = self._failed_in or name
             raise
         y = self._planted(key, "out", y) if kind != "switch" else self._switch_planted(key, args, y)
-        if self._sink is not None:
+        if self._sink is not None and isinstance(y, mx.array):
             if kind == "switch":
                 inputs, outputs = self._switch_ports(key, held, args[1], y)
             else:
                 inputs = [("in" if i == 0 else f"in.{i + 1}", a) for i, a in enumerate(held)]
                 outputs = [("out", y)]
-            self._sink.site(key, kind, inputs, outputs, self._where)
+            self._sink.site(key, kind, inputs, outputs, self._inside)
         return y
 
     def _hold_all(self, values: Sequence[Any]) -> list[mx.array]:
@@ -294,9 +300,9 @@ class Session:
         if not self._active:
             return native(*args, **kw)
         key = self._key(name)
-        parent = self._where
-        held = self._hold_all(args[:1])
-        self._stack.append(name)
+        parent = self._inside
+        held = self._hold_all(args[:1] or list(kw.values()))
+        self._stack.append(key)
         try:
             result = native(*args, **kw)
         except Exception:
@@ -304,7 +310,7 @@ class Session:
             raise
         finally:
             self._stack.pop()
-        self._states(name, (*args, *kw.values()))
+        self._states(key, (*args, *kw.values()))
         first = result[0] if isinstance(result, tuple) and result else result
         if isinstance(first, mx.array):
             planted = self._planted(key, "out", first)
@@ -316,7 +322,7 @@ class Session:
             self.recording.block_done(key)
         return result
 
-    def _states(self, name: str, arguments: Sequence[Any]) -> None:
+    def _states(self, inside: str, arguments: Sequence[Any]) -> None:
         """Recurrent states, recorded by the innermost module that was given the cache."""
         for cache in arguments:
             if (
@@ -326,7 +332,8 @@ class Session:
             ):
                 self._states_done.add(id(cache))
                 states = [(str(i), s) for i, s in enumerate(cache.cache) if isinstance(s, mx.array)]
-                self._sink.site(self._key(f"{name}.state"), "state", [], states, name)
+                key = self._key(f"{inside.partition('#')[0]}.state")
+                self._sink.site(key, "state", [], states, inside)
 
     def attention(self, native: Callable[..., Any], args: Any, kw: Any) -> Any:
         if not self._active:
@@ -339,7 +346,7 @@ class Session:
             y = native(*args, **kw)
         y = self._planted(key, "out", y)
         if self._sink is not None:
-            self._sink.site(key, "attention", [("in", q) for q in queries], [("out", y)], self._where)
+            self._sink.site(key, "attention", [("in", q) for q in queries], [("out", y)], self._inside)
             if self.recording is not None and self.forward is not None:
                 self.recording.mask(
                     self._layer(key), _mask_kind(kw.get("mask", args[5] if len(args) > 5 else None))
@@ -367,8 +374,8 @@ class Session:
             self.recording.cache_call(key, keys, values, calls)
             return
         given = [("k", keys), ("v", values)]
-        self._sink.site(f"{key}.write", "cache_write", given, given, self._where)
-        self._sink.site(f"{key}.read", "cache_read", [], [], self._where)
+        self._sink.site(f"{key}.write", "cache_write", given, given, self._inside)
+        self._sink.site(f"{key}.read", "cache_read", [], [], self._inside)
 
 
 def _mask_kind(mask: Any) -> str:

@@ -166,6 +166,7 @@ def _row_axis(array: mx.array, length: int) -> int | None:
 
 
 def _site_map(calls: list[Found], logits: mx.array, length: int) -> SiteMap:
+    parents = {call.key: call.parent for call in calls}
     calls = [call for call in calls if _keep_ports(call, length)]
     head = next(
         (
@@ -179,7 +180,7 @@ def _site_map(calls: list[Found], logits: mx.array, length: int) -> SiteMap:
     )
     names = _names(calls, head)
     kept = {call.key for call in calls}
-    attention_parents = {call.parent for call in calls if call.kind == "attention"}
+    attention_parents = {call.parent for call in calls if call.kind in ("attention", "cache_write")}
     recurrent_parents = {call.parent for call in calls if call.kind == "state"}
     sites: list[Site] = []
     index: dict[str, int] = {}
@@ -190,7 +191,7 @@ def _site_map(calls: list[Found], logits: mx.array, length: int) -> SiteMap:
     for call in calls:
         kind = call.kind
         if kind == "composite":
-            if re.fullmatch(r"(?:.*\.)?(?:layers|h|blocks)\.\d+", call.key):
+            if re.fullmatch(r"(?:.*\.)?(?:layers|h|blocks)\.\d+(?:#\d+)?", call.key):
                 kind = "block"
             elif call.key in recurrent_parents:
                 kind = "recurrent"
@@ -204,7 +205,7 @@ def _site_map(calls: list[Found], logits: mx.array, length: int) -> SiteMap:
             kind = "linear"
         parent = call.parent
         while parent is not None and parent not in kept:
-            parent = parent.rpartition(".")[0] or None
+            parent = parents.get(parent)
         inputs, outputs = call.inputs, call.outputs
         extra_in = ("kv",) if kind == "attention" else ()
         layer = layer_of(call.key)

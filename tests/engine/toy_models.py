@@ -7,6 +7,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.base import create_attention_mask, scaled_dot_product_attention
+from mlx_lm.models.cache import KVCache
 from tiny import VOCAB
 
 DIMS, HEADS, WIDTH = 32, 2, 16
@@ -38,6 +39,15 @@ class Attention(nn.Module):
         q, k = self.rope(q, offset=cache.offset), self.rope(k, offset=cache.offset)
         k, v = cache.update_and_fetch(k, v)
         return self.join(self.attend(q, k, v, mask, cache))
+
+
+class CastAttention(Attention):
+    """Sound too: some models attend in another dtype than they store."""
+
+    def attend(self, q: mx.array, k: mx.array, v: mx.array, mask: Any, cache: Any) -> mx.array:
+        kept = v.dtype
+        q, k, v = (part.astype(mx.float32) for part in (q, k, v))
+        return super().attend(q, k, v, mask, cache).astype(kept)
 
 
 class OffsetArithmetic(Attention):
@@ -206,6 +216,50 @@ class Toy(nn.Module):
             x = layer(x, mask, entry)
         out: mx.array = self.lm_head(self.norm(x))
         return out
+
+
+class Looped(Toy):
+    """Runs its layers twice, each time with caches of their own."""
+
+    def make_cache(self) -> list[KVCache]:
+        return [KVCache() for _ in range(2 * len(self.layers))]
+
+    def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
+        x = self.embed_tokens(inputs)
+        mask = create_attention_mask(x, cache[0])
+        for layer, entry in zip(2 * self.layers, cache, strict=True):
+            x = layer(x, mask, entry)
+        out: mx.array = self.lm_head(self.norm(x))
+        return out
+
+
+class Keyworded(Toy):
+    """Calls its blocks by keyword."""
+
+    def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
+        x = self.embed_tokens(inputs)
+        mask = create_attention_mask(x, cache[0])
+        for layer, entry in zip(self.layers, cache, strict=True):
+            x = layer(x=x, mask=mask, cache=entry)
+        out: mx.array = self.lm_head(self.norm(x))
+        return out
+
+
+class Listing(nn.Module):
+    """A projection that gives a list, as fused ones do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = FusedLinear(DIMS, 2 * DIMS, bias=False)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        gate, up = self.proj(x)
+        return nn.silu(gate) * up
+
+
+class FusedLinear(nn.Linear):
+    def __call__(self, x: mx.array) -> Any:
+        return mx.split(super().__call__(x), 2, axis=-1)
 
 
 NAMED = (

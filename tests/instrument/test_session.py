@@ -233,9 +233,7 @@ def _sabotage(of: Any, where: str, fail: Any) -> Any:
 
 @pytest.mark.parametrize("schedule", ["serial", "continuous"])
 @pytest.mark.parametrize("layout", ["padded", "packed"])
-def test_an_engine_that_is_interrupted_leaves_nothing_behind(
-    runs: Runs, schedule: str, layout: str
-) -> None:
+def test_an_engine_that_is_interrupted_leaves_nothing_behind(runs: Runs, schedule: str, layout: str) -> None:
     of = tiny("llama")
     before = installed(of.model)
     count = [0]
