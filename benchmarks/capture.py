@@ -78,18 +78,20 @@ class _Sides:
     def __init__(self, loaded: LoadedModel, batch: int, steps: int) -> None:
         self._loaded = loaded
         self._scenario = _scenario(loaded, batch, steps)
-        self._clock = lambda: _Clock(batch, steps)
+        self._batch, self._steps = batch, steps
+
+    def _clock(self) -> _Clock:
+        return _Clock(self._batch, self._steps)
 
     def plain(self) -> float:
         """mlx-lm driven as its own documentation does it; nothing of detdiff runs."""
         clock = self._clock()
         prompts = [list(work.prompt) for work in prepare(self._scenario, self._loaded)]
-        limit = self._scenario.requests[0].max_tokens
         if len(prompts) == 1:
-            for _ in generate_step(mx.array(prompts[0]), self._loaded.model, max_tokens=limit):
+            for _ in generate_step(mx.array(prompts[0]), self._loaded.model, max_tokens=self._steps):
                 clock.token()
             return clock.step_seconds()
-        generator = BatchGenerator(self._loaded.model, max_tokens=limit)
+        generator = BatchGenerator(self._loaded.model, max_tokens=self._steps)
         try:
             left = len(generator.insert(prompts))
             while left:

@@ -86,7 +86,11 @@ def reads_as_words(text: str) -> bool:
     """Nine of ten words are letters only, ten frequent words occur, and it is no loop of a few words."""
     words = [word.strip(".,:;?!()").lower() for word in text.split()]
     spelt = [word for word in words if re.fullmatch(r"[a-z]+('s|-[a-z]+)?", word)]
-    return len(spelt) >= 0.9 * len(words) and len(set(FREQUENT.split()) & set(spelt)) >= 10 and len(set(spelt)) >= 30
+    return (
+        len(spelt) >= 0.9 * len(words)
+        and len(set(FREQUENT.split()) & set(spelt)) >= 10
+        and len(set(spelt)) >= 30
+    )
 
 
 def test_complete_and_at_most_four_megabytes_together() -> None:

@@ -40,7 +40,6 @@ NORM_EPS = 1e-5
 ROPE_BASE = 10000.0
 HEAD_DIM = 32
 CHAPTERS = 1189
-SETTLING_STEPS = 160
 HELD_OUT = 25  # one chapter in so many is kept for validation
 
 Weights = dict[str, torch.Tensor]
@@ -134,7 +133,7 @@ class Windows:
         inputs, targets = self.draw(batch, length)
         rows = torch.cat((inputs, targets[:, -1:]), dim=1)
         period = torch.randint(2, 41, (batch, 1), generator=self.random)
-        cut = period + torch.randint(1, length // 2 - 40, (batch, 1), generator=self.random)
+        cut = period + torch.randint(1, length // 2, (batch, 1), generator=self.random)
         place = torch.arange(length + 1)[None]
         rows = rows.gather(1, torch.where(place < cut, place, cut - period + (place - cut) % period))
         return rows[:, :-1], rows[:, 1:], (place >= cut + period.clamp(max=12))[:, 1:]
@@ -240,20 +239,18 @@ def make_optimisers(weights: Weights) -> list[torch.optim.Optimizer]:
     return optimisers
 
 
-def loop_loss(
-    weights: Weights, shape: Shape, loops: tuple[torch.Tensor, ...], ways_out: torch.Tensor
-) -> torch.Tensor:
+def loop_loss(weights: Weights, shape: Shape, windows: Windows, length: int) -> torch.Tensor:
     """Loss of going on with a loop: without it greedy text of so small a model repeats one phrase.
 
-    `loops` is what Windows.draw_loops gives. Where a token of `ways_out` (bool [VOCABULARY]) comes next in the
-    loop, that token and all outside `ways_out` are unlikely to be right; elsewhere the next token is right.
+    A loop is left between words, by any other token that may stand there; within a word the word goes on.
+    Leaving it anywhere, by anything, would teach the model to escape through bytes that no text has.
     """
-    inputs, targets, looping = loops
-    p, target = logits_of(weights, shape, inputs).float().softmax(-1)[looping], targets[looping]
-    again = p.gather(-1, target[:, None])[:, 0]
-    wrong = again + p[:, ~ways_out].sum(-1)
-    leave, go_on = torch.log1p(-wrong.clamp(max=0.999)), again.clamp(min=1e-6).log()
-    return -torch.where(ways_out[target], leave, go_on).mean()
+    inputs, targets, looping = windows.draw_loops(max(1, 512 // length), length)
+    target = targets[looping][:, None]
+    logp = logits_of(weights, shape, inputs).float().log_softmax(-1)[looping]
+    go_on = logp.gather(-1, target)[:, 0]
+    others = logp.masked_fill(~windows.between_words, -math.inf).scatter(-1, target, -math.inf)
+    return -torch.where(windows.between_words[target[:, 0]], others.logsumexp(-1), go_on).mean()
 
 
 def take_step(loss: torch.Tensor, optimisers: list[torch.optim.Optimizer], factor: float) -> None:
@@ -275,32 +272,15 @@ def train(shape: Shape, windows: Windows, seed: int) -> Weights:
     """Train from random weights; returns bf16."""
     weights = new_weights(shape, seed)
     optimisers = make_optimisers(weights)
-    anything = torch.ones(VOCABULARY, dtype=torch.bool)
     started = time.monotonic()
     for step, (factor, batch, length) in enumerate(schedule(shape.steps)):
         with torch.autocast("cpu", torch.bfloat16):
             loss = text_loss(weights, shape, windows.draw(batch, length))
             if step >= shape.steps // 3:
-                loss = loss + loop_loss(weights, shape, windows.draw_loops(2, 256), anything)
+                loss = loss + loop_loss(weights, shape, windows, length)
         take_step(loss, optimisers, factor)
         if step % 100 == 99:
             print(f"step {step + 1}  loss {loss.item():.3f}  {time.monotonic() - started:.0f} s", flush=True)
-    return {name: w.detach().to(torch.bfloat16) for name, w in weights.items()}
-
-
-def settle(shape: Shape, windows: Windows, trained: Weights) -> Weights:
-    """Train bf16 weights a little further, gently, on loops anywhere in the context; returns bf16.
-
-    Until here any token was a way out, and bytes that the text never uses took it. Now a loop is left between
-    words, by a word, a mark or a new line.
-    """
-    weights = {name: w.float() for name, w in trained.items()}
-    optimisers = make_optimisers(weights)
-    for step in range(SETTLING_STEPS):
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = text_loss(weights, shape, windows.draw(4, CONTEXT))
-            loss = loss + loop_loss(weights, shape, windows.draw_loops(2, CONTEXT), windows.between_words)
-        take_step(loss, optimisers, 0.15 * (1 - step / SETTLING_STEPS))
     return {name: w.detach().to(torch.bfloat16) for name, w in weights.items()}
 
 
@@ -399,8 +379,7 @@ def main() -> None:
             f"{name}: {len(windows.stream)} tokens, {len(kept)} chapters, {len(held_out)} held out",
             flush=True,
         )
-        trained = train(shape, windows, args.seed)
-        weights = settle(shape, Windows(tokenizer, kept, args.seed + 1), trained)
+        weights = train(shape, windows, args.seed)
         save(args.out / name, shape, tokenizer, weights)
         for what, some in (("held out", held_out), ("training", kept[::HELD_OUT])):
             token, bits = perplexity(weights, shape, tokenizer, some)

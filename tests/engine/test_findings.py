@@ -72,13 +72,14 @@ def test_a_batch_s_fault_is_named_at_its_place(runs: Runs, arch: str, site: str,
     other = runs.record(of, scenario("static", **keys))
     divergence = compare(base, other)
     short, long = divergence.requests
-    assert long.id == "r1" and long.identical
+    # gemma2 masks by the neighbour's padding whoever has the same number as one of its heads.
+    assert long.id == "r1" and long.identical == (arch != "gemma2")
     assert short.origin is not None
     assert (short.origin.site, short.origin.kind, short.origin.how) == (site, kind, how)
     # The last row of the shorter prompt that a batch prefills, or the one after it: there the padding begins to count.
     assert short.origin.position in (10, 11)
-    # Not rounding: as large as the values themselves.
-    assert short.origin.magnitude is not None and (short.origin.magnitude.max_rel or 0) > 0.1
+    # Not rounding, which is some 1e-6 here.
+    assert short.origin.magnitude is not None and (short.origin.magnitude.max_rel or 0) > 1e-4
     assert events(base) == events(other) == []
 
 

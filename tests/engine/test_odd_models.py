@@ -67,4 +67,3 @@ def test_the_second_time_through_a_layer_is_a_site_of_its_own(runs: Runs) -> Non
         assert hit.origin is not None
         assert (hit.id, hit.origin.site, hit.origin.position) == ("r1", site, 2)
         assert sum(count.count for count in hit.origins) == 1
-

@@ -1,0 +1,136 @@
+"""Runs the measurements: ``python -m benchmarks [NAME ...] [--markdown]``.
+
+A missed target is said, in the table and below it, and is no failure: the exit status is 0 when everything could be
+measured and 2 when something could not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from tabulate import tabulate
+
+from detdiff.errors import DetdiffError
+
+from .paired import machine
+
+PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """One measurement and its target: ``met`` is None for a row that has none, ``shown`` what becomes of the rows."""
+
+    name: str
+    target: str
+    met: Callable[[Row], bool | None]
+    shown: Callable[[list[Row]], list[Row]] = list
+
+
+def _plants(rows: list[Row]) -> list[Row]:
+    total = Counter((row["architecture"], row["layout"]) for row in rows)
+    found = Counter((row["architecture"], row["layout"]) for row in rows if row["found"])
+    return [
+        {"architecture": key[0], "layout": key[1], "found": found[key], "trials": count}
+        for key, count in sorted(total.items())
+    ]
+
+
+BENCHMARKS = (
+    Benchmark(
+        "capture",
+        "recorded / untapped at most 1.10; untapped / plain at most 1.02",
+        lambda row: row["recorded / untapped"] <= 1.10 and row["untapped / plain"] <= 1.02,
+    ),
+    Benchmark(
+        "kernels",
+        "at K = N = 2048 at least as fast as MLX's matmul: ratio at most 1",
+        lambda row: row["ratio"] <= 1 if row["k"] == row["n"] == 2048 else None,
+    ),
+    Benchmark(
+        "compare",
+        "at most 2 times the time of reading both traces once, at most 500 MB",
+        lambda row: row["ratio"] <= 2 and row["peak MB"] <= 500,
+    ),
+    Benchmark("trace_size", "digest trace at most 1% of the full trace", lambda row: row["share %"] <= 1),
+    Benchmark(
+        "plants",
+        "every planted fault found as exactly that origin",
+        lambda row: row["found"] == row["trials"],
+        _plants,
+    ),
+)
+
+
+def measure(benchmark: Benchmark) -> str:
+    """Run one benchmark; its target, machine, table and verdict as Markdown.
+
+    Raises what the benchmark raises: DetdiffError, or subprocess.CalledProcessError when a model cannot be fetched.
+    """
+    where, start = machine(), perf_counter()
+    rows = benchmark.shown(importlib.import_module(f"benchmarks.{benchmark.name}").run())
+    verdicts = [benchmark.met(row) for row in rows]
+    words = {True: "met", False: "missed", None: ""}
+    table = [{**row, "target": words[verdict]} for row, verdict in zip(rows, verdicts, strict=True)]
+    missed = verdicts.count(False)
+    said = f"missed in {missed} of {len(rows) - verdicts.count(None)} rows" if missed else "met"
+    return "\n\n".join(
+        [
+            f"`python -m benchmarks {benchmark.name}`, {perf_counter() - start:.0f} s on {where}.",
+            tabulate(table, headers="keys", tablefmt="github", disable_numparse=False, floatfmt=".4g"),
+            f"Target: {benchmark.target}: {said}.",
+        ]
+    )
+
+
+def refresh(page: str, name: str, text: str) -> str:
+    """``page`` with the part between the markers of ``name`` replaced; ValueError when it has no such markers."""
+    first, last = f"<!-- begin {name} -->\n", f"<!-- end {name} -->"
+    before, found, rest = page.partition(first)
+    _, ended, after = rest.partition(last)
+    if not found or not ended:
+        raise ValueError(
+            f"{PAGE.name} has no part between {first.strip()} and {last}; add the two lines to it."
+        )
+    return f"{before}{first}\n{text}\n\n{last}{after}"
+
+
+def main() -> int:
+    """Run the command line; returns the exit status."""
+    names = [benchmark.name for benchmark in BENCHMARKS]
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(names)}; all without")
+    parser.add_argument("--markdown", action="store_true", help=f"refresh the tables of docs/{PAGE.name} too")
+    arguments = parser.parse_args()
+    unknown = sorted(set(arguments.names) - set(names))
+    if unknown:
+        parser.error(f"no benchmark {', '.join(unknown)}; there are {', '.join(names)}")
+    status = 0
+    for benchmark in BENCHMARKS:
+        if arguments.names and benchmark.name not in arguments.names:
+            continue
+        print(f"\n## {benchmark.name}\n", flush=True)
+        try:
+            text = measure(benchmark)
+        except (DetdiffError, subprocess.CalledProcessError) as error:
+            print(f"not measured: {error}", flush=True)
+            status = 2
+            continue
+        print(text, flush=True)
+        if arguments.markdown:
+            PAGE.write_text(refresh(PAGE.read_text(encoding="utf-8"), benchmark.name, text), encoding="utf-8")
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
