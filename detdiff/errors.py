@@ -71,6 +71,10 @@ class ModelError(DetdiffError):
     """A model directory is missing, incomplete or cannot be loaded."""
 
 
+class ModelRunError(ModelError):
+    """The model, or mlx-lm's generator, fails on a forward of the scenario."""
+
+
 class ModelNotFound(ModelError):
     """There is no directory of the given name."""
 

@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 
-from detdiff.errors import LayoutError
+from detdiff.errors import LayoutError, ModelRunError
 from detdiff.instrument import Plant, Session
 from detdiff.instrument.columns import Selection
 from detdiff.instrument.forward import Forward
@@ -119,6 +119,20 @@ def _again(scenario: Scenario, loaded: LoadedModel, session: Session, logits: Fi
 
 
 def _run(scenario: Scenario, session: Session, work: list[Work], on_token: OnToken) -> None:
+    try:
+        _serve(scenario, session, work, on_token)
+    except (RuntimeError, ValueError) as error:
+        # How mlx and mlx-lm say that a class cannot do something: be batched, or run in this dtype on this device.
+        if "Unable to allocate" in str(error):
+            raise
+        raise ModelRunError(
+            f"The model {scenario.model!r} failed while {len(work)} requests ran with schedule {scenario.schedule.kind} "
+            f"in the {scenario.schedule.layout} layout: {str(error).rstrip('.')}. Expected a model that mlx-lm runs so on "
+            "this machine. Try schedule serial, another dtype or another device; `--debug` shows where it failed."
+        ) from error
+
+
+def _serve(scenario: Scenario, session: Session, work: list[Work], on_token: OnToken) -> None:
     if scenario.schedule.layout == "packed":
         PackedEngine(session).run(work, scenario.schedule, on_token)
         return

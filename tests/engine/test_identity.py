@@ -11,6 +11,7 @@ from runs import ARCHITECTURES, PACKABLE, Runs, events, model, scenario
 from tiny import FORMATS
 
 from detdiff.compare import compare
+from detdiff.errors import ModelRunError
 from detdiff.scenario import Scenario
 
 WITHOUT_BF16 = ("qwen3_moe", "qwen3_next")  # MLX's GatherMM on the CPU takes float32 only
@@ -70,7 +71,7 @@ def test_composition_changes_no_bit(runs: Runs, arch: str, fmt: str, variant: st
 
 @pytest.mark.parametrize("arch", WITHOUT_BF16)
 def test_expert_models_cannot_run_in_bf16_here(runs: Runs, arch: str) -> None:
-    with pytest.raises(RuntimeError, match="GatherMM.*only supports float32"):
+    with pytest.raises(ModelRunError, match="GatherMM.*only supports float32"):
         runs.record(model(arch, "bf16"), scenario())
 
 
