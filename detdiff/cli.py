@@ -63,8 +63,13 @@ class Commands(click.Group):
 def _fail(failure: Failure, as_json: bool) -> None:
     if as_json:
         _write_json(failure.to_json())
+    # As an indent, because a path that fills the line would push the next word from it.
     text = textwrap.fill(
-        f"detdiff: {failure.message}", _width(), break_long_words=False, break_on_hyphens=False
+        failure.message,
+        _width(),
+        initial_indent="detdiff: ",
+        break_long_words=False,
+        break_on_hyphens=False,
     )
     click.echo(text, err=True)
 

@@ -31,7 +31,7 @@ FILES = {
     "tokenizer.json",
     "tokenizer_config.json",
 }
-PROMPTS = ("In the beginning", "And the king said unto the people,", "My son, hear the words of")
+PROMPTS = ("In the beginning", "And the king said unto the people,", "And it came to pass in those days,")
 FREQUENT = "a all and be but he him his i in is it my not of shall that the them they thou to was"
 # King James Version, Luke 15:20. The chapter was held out of the training text.
 HELD_OUT_VERSE = (

@@ -105,15 +105,12 @@ class Windows:
     """Random windows over the training text; each opens with BOS and goes on from the start of a verse."""
 
     def __init__(self, tokenizer: Tokenizer, chapters: list[str], seed: int) -> None:
-        self.bos, self.eos = tokenizer.token_to_id(BOS), tokenizer.token_to_id(EOS)
+        self.bos, eos = tokenizer.token_to_id(BOS), tokenizer.token_to_id(EOS)
         newline = tokenizer.encode("\n", add_special_tokens=False).ids[0]
-        ids = [t for c in chapters for t in (*tokenizer.encode(c).ids, self.eos)]
+        ids = [t for c in chapters for t in (*tokenizer.encode(c).ids, eos)]
         self.stream = torch.tensor(ids)
         opens = (self.stream == newline) | (self.stream == self.bos)
-        opens[:-1] &= self.stream[1:] != self.eos
-        vocabulary = [tokenizer.decode([i]) for i in range(VOCABULARY)]
-        between = [bool(re.match(r"\s?[^\w\s]| \w|\n", text)) for text in vocabulary]
-        self.between_words = torch.tensor(between) & (torch.bincount(self.stream, minlength=VOCABULARY) > 0)
+        opens[:-1] &= self.stream[1:] != eos
         self.opens = opens.nonzero().flatten()
         self.random = torch.Generator().manual_seed(seed)
 
@@ -126,14 +123,14 @@ class Windows:
         return rows[:, :-1], rows[:, 1:]
 
     def draw_loops(self, batch: int, length: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return (inputs, targets, looping): windows that fall into a loop of 2 to 40 tokens.
+        """Return (inputs, targets, penalised): windows that fall into a loop of 2 to 40 tokens.
 
-        `looping` (bool) marks the targets that go on with the loop after it can be recognised as one.
+        `penalised` (bool) marks the targets that go on with the loop after it can be recognised as one.
         """
         inputs, targets = self.draw(batch, length)
         rows = torch.cat((inputs, targets[:, -1:]), dim=1)
         period = torch.randint(2, 41, (batch, 1), generator=self.random)
-        cut = period + torch.randint(1, length // 2, (batch, 1), generator=self.random)
+        cut = period + torch.randint(1, length // 2 - 40, (batch, 1), generator=self.random)
         place = torch.arange(length + 1)[None]
         rows = rows.gather(1, torch.where(place < cut, place, cut - period + (place - cut) % period))
         return rows[:, :-1], rows[:, 1:], (place >= cut + period.clamp(max=12))[:, 1:]
@@ -229,56 +226,38 @@ def make_optimisers(weights: Weights) -> list[torch.optim.Optimizer]:
         {"params": [weights["model.embed_tokens.weight"]], "lr": 4e-3, "weight_decay": 0.01},
         {"params": norms, "lr": 4e-3, "weight_decay": 0.0},
     ]
-    optimisers = [
+    return [
         torch.optim.Muon(inner, lr=0.02, weight_decay=0.1, momentum=0.95, nesterov=True),
         torch.optim.AdamW(adam, betas=(0.9, 0.98), fused=True),
     ]
-    for optimiser in optimisers:
-        for group in optimiser.param_groups:
-            group["peak"] = group["lr"]
-    return optimisers
 
 
-def loop_loss(weights: Weights, shape: Shape, windows: Windows, length: int) -> torch.Tensor:
-    """Loss of going on with a loop: without it greedy text of so small a model repeats one phrase.
-
-    A loop is left between words, by any other token that may stand there; within a word the word goes on.
-    Leaving it anywhere, by anything, would teach the model to escape through bytes that no text has.
-    """
-    inputs, targets, looping = windows.draw_loops(max(1, 512 // length), length)
-    target = targets[looping][:, None]
-    logp = logits_of(weights, shape, inputs).float().log_softmax(-1)[looping]
-    go_on = logp.gather(-1, target)[:, 0]
-    others = logp.masked_fill(~windows.between_words, -math.inf).scatter(-1, target, -math.inf)
-    return -torch.where(windows.between_words[target[:, 0]], others.logsumexp(-1), go_on).mean()
-
-
-def take_step(loss: torch.Tensor, optimisers: list[torch.optim.Optimizer], factor: float) -> None:
-    """One step at `factor` times each parameter group's own rate."""
-    loss.backward()
-    for optimiser in optimisers:
-        for group in optimiser.param_groups:
-            group["lr"] = group["peak"] * factor
-        optimiser.step()
-        optimiser.zero_grad()
-
-
-def text_loss(weights: Weights, shape: Shape, windows: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    inputs, targets = windows
-    return F.cross_entropy(logits_of(weights, shape, inputs).float().flatten(0, 1), targets.flatten())
+def loop_loss(weights: Weights, shape: Shape, windows: Windows) -> torch.Tensor:
+    """Unlikelihood of going on with a loop: without it greedy text of so small a model repeats one phrase."""
+    inputs, targets, penalised = windows.draw_loops(2, 256)
+    logits = logits_of(weights, shape, inputs).float()
+    p = logits.softmax(-1).gather(-1, targets[..., None])[..., 0]
+    return -torch.log1p(-p[penalised].clamp(max=0.999)).mean()
 
 
 def train(shape: Shape, windows: Windows, seed: int) -> Weights:
-    """Train from random weights; returns bf16."""
     weights = new_weights(shape, seed)
     optimisers = make_optimisers(weights)
+    rates = [(group, group["lr"]) for o in optimisers for group in o.param_groups]
     started = time.monotonic()
     for step, (factor, batch, length) in enumerate(schedule(shape.steps)):
+        for group, rate in rates:
+            group["lr"] = rate * factor
+        inputs, targets = windows.draw(batch, length)
         with torch.autocast("cpu", torch.bfloat16):
-            loss = text_loss(weights, shape, windows.draw(batch, length))
+            logits = logits_of(weights, shape, inputs).float()
+            loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
             if step >= shape.steps // 3:
-                loss = loss + loop_loss(weights, shape, windows, length)
-        take_step(loss, optimisers, factor)
+                loss = loss + loop_loss(weights, shape, windows)
+        loss.backward()
+        for optimiser in optimisers:
+            optimiser.step()
+            optimiser.zero_grad()
         if step % 100 == 99:
             print(f"step {step + 1}  loss {loss.item():.3f}  {time.monotonic() - started:.0f} s", flush=True)
     return {name: w.detach().to(torch.bfloat16) for name, w in weights.items()}
