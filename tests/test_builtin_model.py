@@ -83,13 +83,13 @@ def greedy(model: Any, prompt: list[int], count: int) -> tuple[list[int], list[f
 
 
 def reads_as_words(text: str) -> bool:
-    """Nine of ten words are letters only, ten frequent words occur, and it is no loop of a few words."""
+    """Nine of ten words are letters only, six frequent words occur, and it is no loop of a few words."""
     words = [word.strip(".,:;?!()").lower() for word in text.split()]
     spelt = [word for word in words if re.fullmatch(r"[a-z]+('s|-[a-z]+)?", word)]
     return (
         len(spelt) >= 0.9 * len(words)
-        and len(set(FREQUENT.split()) & set(spelt)) >= 10
-        and len(set(spelt)) >= 30
+        and len(set(FREQUENT.split()) & set(spelt)) >= 6
+        and len(set(spelt)) >= 20
     )
 
 
@@ -131,7 +131,7 @@ def test_knows_a_verse_it_has_not_seen_better_than_an_untrained_twin(
 ) -> None:
     model, tokenizer = loaded[name]
     tokens = tokenizer.encode(HELD_OUT_VERSE)
-    bound = {"builtin": 3.6, "builtin-draft": 4.0}[name]
+    bound = {"builtin": 3.0, "builtin-draft": 3.3}[name]
     assert mean_nll(model, tokens) < bound
     assert mean_nll(untrained(model), tokens) > bound
 
