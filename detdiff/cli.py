@@ -159,7 +159,10 @@ def record(scenario: Path, trace: Path, capture: str | None, changes: tuple[str,
 
 @main.command()
 @click.argument("files", nargs=-1, metavar="[A] [B]", type=click.Path(path_type=Path))
-@click.option("--model", help="Without files: builtin, a directory, or a hub id.")
+@click.option(
+    "--model",
+    help="Without files: builtin, a directory, or a hub id. With traces and --replay: where their model is now.",
+)
 @click.option(
     "--prompt", "prompts", multiple=True, help="Without files: a request's text; give one for each."
 )
@@ -204,7 +207,9 @@ def compare(files: tuple[Path, ...], **options: Any) -> None:
             from detdiff.replay import replay
 
             with _progress("replay") as on_token:
-                answer = replay(a, b, answer, progress=on_token)
+                # Without files, --model has said already what to record.
+                moved = asked.model if files else None
+                answer = replay(a, b, answer, progress=on_token, model=moved)
     answer = named(answer, found, asked.keep)
     if options["as_json"]:
         _write_json(to_json(answer))
@@ -225,6 +230,7 @@ def _asked(files: tuple[Path, ...], options: Mapping[str, Any]) -> Asked:
         b=options["flags_b"],
         partial=options["partial"],
         keep=options["keep"],
+        replay=options["replay"],
     )
 
 
@@ -236,18 +242,22 @@ def _words(pairs: tuple[str, ...] | list[str]) -> str:
 @main.command()
 @click.argument("trace", type=click.Path(path_type=Path))
 @click.option("--forwards", is_flag=True, help="Show all forwards; with --json, the line of each as well.")
+@click.option(
+    "--sites",
+    is_flag=True,
+    help="List all sites by name; rules take those of kind linear and head, window_sites all.",
+)
 @click.option("--partial", is_flag=True, help="Read what is left of a damaged trace.")
 @json_option
-def show(trace: Path, forwards: bool, partial: bool, as_json: bool) -> None:
+def show(trace: Path, forwards: bool, sites: bool, partial: bool, as_json: bool) -> None:
     """Say what TRACE holds.
 
     Its scenario, model and environment, each request's prompt and generated text, the forwards with who was in them
     and on which kernel paths, whether it is complete, and the observer check.
     """
-    from detdiff.commands.show import summary, summary_text
-    from detdiff.trace import Trace
+    from detdiff.commands.show import opened, summary, summary_text
 
-    found = summary(Trace.open(trace, partial=partial), every=forwards)
+    found = summary(opened(trace, partial=partial), every=forwards, sites=sites)
     if as_json:
         _write_json(found)
     else:

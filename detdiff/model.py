@@ -46,7 +46,7 @@ class LoadedModel:
 
     model: the mlx-lm ``nn.Module``, weights evaluated. tokenizer: mlx-lm's ``TokenizerWrapper``. path: the
     directory that both came from. identity: see `detdiff.model_directory.identity`. config: config.json, plus
-    what mlx-lm adds.
+    what mlx-lm adds. staged: what reference kernels have made of its weights, kept from run to run.
     """
 
     model: Any
@@ -54,6 +54,7 @@ class LoadedModel:
     path: Path
     identity: Mapping[str, Any]
     config: Mapping[str, Any] = field(default_factory=dict)
+    staged: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
 
 def load(spec: str) -> LoadedModel:

@@ -21,22 +21,37 @@ Progress = Callable[[int, int], None]
 
 
 def replay(
-    a: Trace, b: Trace, divergence: Divergence | None = None, *, progress: Progress | None = None
+    a: Trace,
+    b: Trace,
+    divergence: Divergence | None = None,
+    *,
+    model: str | None = None,
+    progress: Progress | None = None,
 ) -> Divergence:
     """The divergence of ``a`` and ``b`` with magnitudes, from re-runs of both scenarios.
 
-    ``divergence`` is what ``compare(a, b)`` gave, where it is known already. Values are captured around each
+    ``divergence`` is what ``compare(a, b)`` gave, where it is known already; ``model`` says where the traces' model is
+    now, when it is not where they were recorded with it. Values are captured around each
     request's flip, first origin and first differing cache entry. Nothing is re-run where nothing differs.
     Raises ReplayError when a re-run's model or digests are not those that the trace stored, and what loading
     and running raise.
     """
     if divergence is None:
         divergence = compare(a, b)
+    for trace in (a, b):
+        if not trace.complete:
+            raise ReplayError(
+                f"{trace.path} is incomplete, so a re-run cannot be checked against it. Expected a finished trace: record "
+                "it again, or compare without replay."
+            )
     places = {r.id: _positions(r) for r in divergence.requests if not r.identical}
     if not any(places.values()):
         return divergence
     with tempfile.TemporaryDirectory(prefix="detdiff-replay-") as folder:
-        again = [_run(trace, Path(folder) / side, places, progress) for trace, side in ((a, "a"), (b, "b"))]
+        again = [
+            _run(_moved(trace, model), trace, Path(folder) / side, places, progress)
+            for trace, side in ((a, "a"), (b, "b"))
+        ]
         found = compare(*again)
         note = (
             f"replayed: both runs again, {found.compared.rows} rows; the digests are those of the traces, and values "
@@ -57,12 +72,18 @@ def _positions(request: RequestDivergence) -> set[int]:
     }
 
 
-def _run(trace: Trace, path: Path, places: dict[str, set[int]], progress: Progress | None) -> Trace:
+def _moved(trace: Trace, model: str | None) -> Scenario:
+    scenario = Scenario.from_dict(trace.scenario, where=f"the scenario of {trace.path}")
+    return scenario if model is None else replace(scenario, model=model)
+
+
+def _run(
+    scenario: Scenario, trace: Trace, path: Path, places: dict[str, set[int]], progress: Progress | None
+) -> Trace:
     # The engine needs mlx; comparing does not, so it is loaded only here.
     from detdiff.engine import RecordOptions, record
     from detdiff.model import load
 
-    scenario = Scenario.from_dict(trace.scenario, where=f"the scenario of {trace.path}")
     loaded = load(scenario.model)
     for key in ("config_sha256", "weights_sha256", "tokenizer_sha256"):
         if loaded.identity.get(key) != trace.model.get(key):

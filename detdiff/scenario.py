@@ -185,6 +185,8 @@ class Scenario:
     def with_changes(self, **keys: Any) -> Scenario:
         """A copy with flat keys changed; None sets a key back to its default.
 
+        A setting that the change leaves without a use goes (``active`` under serial, ``row_budget`` when padded, the
+        window when another capture is asked for), so that one file serves for both sides of a comparison.
         A request setting (``max_tokens``, ``seed``, ...) changes in every request, ``chat`` only where the
         prompt is text. ``arrivals`` has one number for each request. Raises what ``from_dict`` raises.
         """
@@ -198,10 +200,29 @@ class Scenario:
                 _set_arrivals(requests, changes.pop("arrivals", [0] * len(requests)))
         if "model" in changes:
             changes["model"] = _model_path(changes["model"], Path())
+        useless = {
+            name
+            for key, value in changes.items()
+            for name in _USELESS.get((key, value), ())
+            if name not in keys
+        }
+        if ("schedule", "static") in changes.items() and "arrivals" not in keys:
+            useless.add("arrival")
         for table in (values, *requests):
-            for name in keys:
+            for name in (*keys, *useless):
                 table.pop(name, None)
         return Scenario.from_dict({**values, **changes}, where="changes")
+
+
+_WINDOW = ("window_requests", "window_positions", "window_sites")
+_USELESS: dict[tuple[str, Any], tuple[str, ...]] = {
+    ("schedule", "serial"): ("active",),
+    ("schedule", "static"): ("active",),
+    ("layout", "padded"): ("row_budget",),
+    ("capture", "digest"): _WINDOW,
+    ("capture", "full"): _WINDOW,
+}
+"""What a changed key leaves without a use."""
 
 
 @contextmanager

@@ -151,6 +151,56 @@ def test_show_in_json_counts_what_the_trace_counts(traces: Path) -> None:
     assert found["bytes"] == sum(file.stat().st_size for file in trace.path.iterdir())
 
 
+def test_show_lists_the_sites_that_rules_can_name(traces: Path) -> None:
+    trace = Trace.open(traces / "b")
+    found = json.loads(run("show", traces / "b", "--sites", "--json").stdout)["each_site"]
+    assert found == [{"name": site.name, "kind": site.kind, "layer": site.layer} for site in trace.sites]
+    lines = [line.split() for line in run("show", traces / "b", "--sites").output.splitlines()]
+    assert ["layers.0.self_attn.q_proj", "linear", "0"] in lines and ["logits", "logits", "-"] in lines
+    assert "each_site" not in json.loads(run("show", traces / "b", "--json").stdout)
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_the_table_of_forwards_keeps_to_the_width(traces: Path, width: int) -> None:
+    lines = run("show", traces / "b", environment={"COLUMNS": str(width)}).output.splitlines()
+    table = lines[lines.index("", lines.index("") + 1) + 1 :]
+    assert table[0].startswith("forwards") and max(map(len, table)) <= width
+    words = " ".join(" ".join(table).split())
+    assert "decode" in words and "reference/candle-metal/mm" in words
+
+
+def test_what_decides_a_run_is_shown(tmp_path: Path, scenario: Path) -> None:
+    with scenario.open("a") as file:
+        file.write('temperature = 0.5\nseed = 7\n[[rule]]\nsite = "*.o_proj"\nrows = "2.."\npath = "pad:8"\n')
+    changes = ["schedule=continuous", "arrivals=0,2", "split_rows=3", "row_budget=9", "active=2", "lens"]
+    done = run(
+        "record", scenario, "-o", tmp_path / "t", *(word for key in changes for word in ("--set", key))
+    )
+    shown = " ".join(done.output.split())
+    assert "rule: site *.o_proj, rows 2.. -> pad:8" in shown and " lens, " in shown
+    assert "arrival 2, sampled at temperature 0.5, top_p 1, seed 7 prompt:" in shown
+    assert "generated, arrival 0 prompt:" in shown
+    same = " ".join(run("compare", tmp_path / "t", tmp_path / "t").output.split())
+    for words in (
+        "schedule continuous, layout packed, active 2, row_budget 9, prefill_chunk 4, kernels candle-metal, "
+        "split_rows 3, 1 rule, arrivals 0,2,",
+        "request anchor greedy, request follower sampled at temperature 0.5, top_p 1, seed 7, model builtin",
+    ):
+        assert words in same
+
+
+def test_a_replay_finds_a_model_that_has_moved(tmp_path: Path) -> None:
+    model = write_directory(tmp_path / "model")
+    arguments = [*flags("In the table", model=model), "--both", "max_tokens=2 kernels=candle-metal"]
+    made = run(*arguments, "--a", "split_rows=1", "--b", "split_rows=64", "--keep", tmp_path / "kept")
+    assert made.exit_code == 1, made.output
+    model.rename(tmp_path / "moved")
+    again = ["compare", tmp_path / "kept" / "a", tmp_path / "kept" / "b", "--replay"]
+    assert "model" in paragraph(run(*again))
+    found = run(*again, "--model", tmp_path / "moved")
+    assert found.exit_code == 1 and "ULP" in found.output, found.output
+
+
 def test_capture_and_set_change_the_scenario(tmp_path: Path, scenario: Path) -> None:
     result = run(
         "record", scenario, "-o", tmp_path / "t", "--capture", "full", "--set", "max_tokens=1", "--set", "top=3", "--json"
@@ -179,7 +229,7 @@ def test_import_gguf_writes_a_directory_that_runs(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     assert (found["schema"], found["architecture"], found["dtype"]) == ("detdiff.import/1", "llama", "f32")
-    assert run(*flags("In the table", model=tmp_path / "m"), "--both", "max_tokens=2").exit_code == 0
+    assert run(*flags("In the table", model=tmp_path / "m"), "--a", "max_tokens=2").exit_code == 3
     text = paragraph(run("import-gguf", file, tmp_path / "m"))
     assert "already there" in text
 
@@ -257,7 +307,8 @@ def json_error(result: Result) -> dict[str, Any]:
 def test_an_error_is_json_as_well(tmp_path: Path) -> None:
     result = run("show", tmp_path / "nothing", "--json")
     found = json_error(result)
-    assert found["error"] == "NotATrace" and "is not a trace" in found["message"]
+    assert found["error"] == "NotATrace" and "nothing is not there" in found["message"]
+    assert "is not a trace" in json_error(run("show", tmp_path, "--json"))["message"]
     assert found["message"].split() == result.stderr.split()[1:]
     assert json_error(run("compare", "a", "b", "c", "--json"))["error"] == "UsageError"
 

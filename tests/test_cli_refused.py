@@ -106,7 +106,7 @@ def test_half_a_model(tmp_path: Path, damage: str) -> None:
     model = write_directory(tmp_path / "model")
     change, words = DAMAGES[damage]
     change(model)
-    text = paragraph(run(*flags("In the table", model=f"{model}"), "--both", "max_tokens=1"))
+    text = paragraph(run(*flags("In the table", model=f"{model}"), "--a", "max_tokens=1"))
     assert words in text and "model" in text
 
 
@@ -118,7 +118,11 @@ def test_half_a_model(tmp_path: Path, damage: str) -> None:
     [
         (["compare"], "There is nothing to compare"),
         (["compare", "TRACE"], "is the only file"),
-        (["compare", "TRACE", "TRACE", "--model", "builtin"], "There are files"),
+        (["compare", "TRACE", "TRACE", "--model", "builtin"], "Add --replay, or leave --model out"),
+        (["compare", "TRACE", "TRACE", "--prompt", "In"], "and --prompt"),
+        (["compare", "SCENARIO", "TRACE", "--replay", "--model", "builtin"], "write --both model=NAME"),
+        (flags(*PROMPTS), "Both sides would be the same run"),
+        ([*flags(*PROMPTS), "--both", "max_tokens=2"], "Both sides would be the same run"),
         (["compare", "TRACE", "TRACE", "--split-rows", "4"], "was recorded already"),
         (["compare", "TRACE", "TRACE", "--keep", "DIR"], "both sides are traces already"),
         (["compare", "--model", "builtin", "--a", "schedule=static"], "there is no request"),
@@ -128,12 +132,17 @@ def test_half_a_model(tmp_path: Path, damage: str) -> None:
             "side a: there is no key 'schedul' here; did you mean 'schedule'?",
         ),
         ([*flags(*PROMPTS), "--both", "lens lens"], "--both: lens is given twice"),
-        ([*flags(*PROMPTS), "--kernels", "metal"], "metal"),
-        ([*flags(*PROMPTS), "--split-rows", "few"], "split_rows takes an integer"),
+        ([*flags(*PROMPTS), "--kernels", "metal", "--a", "max_tokens=2"], "metal"),
+        ([*flags(*PROMPTS), "--split-rows", "few", "--a", "max_tokens=2"], "split_rows takes an integer"),
     ],
 )
 def test_arguments_that_contradict(trace: Path, arguments: list[str], words: str) -> None:
-    names = {"TRACE": str(trace), "DIR": str(trace.parent / "kept")}
+    (trace.parent / "s.toml").write_text(SCENARIO)
+    names = {
+        "TRACE": str(trace),
+        "DIR": str(trace.parent / "kept"),
+        "SCENARIO": str(trace.parent / "s.toml"),
+    }
     assert words in paragraph(run(*(names.get(word, word) for word in arguments)))
 
 
@@ -185,20 +194,39 @@ def test_what_is_left_of_a_damaged_trace(trace: Path, whole: Path) -> None:
     (trace / "shard-00000.safetensors").unlink()
     result = run("show", trace, "--partial")
     assert result.exit_code == 0 and "INCOMPLETE" in result.output and "shard-00000" in result.output
-    assert "no row" in paragraph(run("compare", trace, whole, "--partial"), 3)
+    text = paragraph(run("compare", trace, whole, "--partial"), 3)
+    assert "holds no rows" in text and "shard-00000" in text and "ended" not in text
 
 
 def test_traces_of_two_models_are_not_comparable(whole: Path, tmp_path: Path) -> None:
     model = write_directory(tmp_path / "model", small_config("llama"))
-    kept = run(*flags(PROMPTS[0], model=model), "--both", "max_tokens=1", "--keep", tmp_path / "kept")
-    assert kept.exit_code == 0, kept.output
+    kept = run(*flags(PROMPTS[0], model=model), "--a", "max_tokens=1", "--keep", tmp_path / "kept")
+    assert kept.exit_code == 3, kept.output
     assert "different models" in paragraph(run("compare", whole, tmp_path / "kept" / "a"), 3)
 
 
 def test_traces_of_other_prompts_are_not_comparable(whole: Path, tmp_path: Path) -> None:
     other = SCENARIO.replace("God created", "was").replace("Hear ye", "Go ye")
     (tmp_path / "s.toml").write_text(other)
-    assert "no request in common" in paragraph(run("compare", whole, tmp_path / "s.toml"), 3)
+    text = paragraph(run("compare", whole, tmp_path / "s.toml"), 3)
+    assert f"Run a ({whole}) and run b ({tmp_path / 's.toml'}) have no request in common" in text
+
+
+@pytest.mark.parametrize("package", ["mlx", "mlx_lm", "numba"])
+def test_without_the_packages_that_run_models(trace: Path, package: str) -> None:
+    (trace.parent / "s.toml").write_text(SCENARIO)
+    program = f"import sys\nsys.modules[{package!r}] = None\nfrom detdiff.cli import main\nmain()"
+
+    def without(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", program, *map(str, arguments)]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    refused = without("record", trace.parent / "s.toml", "-o", trace.parent / "new")
+    text = " ".join(refused.stderr.split())
+    assert refused.returncode == 2 and "Traceback" not in text and "fault" not in text
+    assert f"the package {package!r} is not installed" in text and "pip install ." in text
+    assert not (trace.parent / "new").exists()
+    assert without("compare", trace, trace).returncode == 0
 
 
 # Bad luck in the middle of a run.

@@ -49,23 +49,21 @@ def test_a_kernel_switch_flips_tokens_of_a_real_model(switched: tuple[int, dict[
 def test_the_birth_is_a_linear_site_where_the_row_count_changed_the_kernel(
     switched: tuple[int, dict[str, Any]],
 ) -> None:
-    for request in switched[1]["requests"]:
-        origin = request["origin"]
-        if origin is None:
-            continue
-        assert origin["kind"] in ("linear", "head")
-        assert {origin["path_a"], origin["path_b"]} == {
-            "reference/candle-metal/mv",
-            "reference/candle-metal/mm",
-        }
+    flipped = [request for request in switched[1]["requests"] if request["flip"] is not None]
+    assert flipped
+    for request in flipped:
+        origin, entry, carriers = request["origin"], request["cache_entry"], request["carriers"]
+        assert origin["kind"] in ("linear", "head") and origin["how"] == "leaf"
+        paths = {origin["path_a"], origin["path_b"]}
+        assert paths == {"reference/candle-metal/mv", "reference/candle-metal/mm"}
         for side in ("a", "b"):
             few = origin[f"rows_{side}"] <= 4
             assert origin[f"path_{side}"].endswith("mv" if few else "mm")
-        entry, carriers = request["cache_entry"], request["carriers"]
-        if entry is not None:
-            assert entry["kind"] in ("K", "V") and entry["layer"] >= origin["layer"]
-            assert carriers["count"] > 0
-        assert all(count["kind"] in ("linear", "head") for count in request["origins"])
+        assert entry["kind"] in ("K", "V") and entry["layer"] >= origin["layer"]
+        assert entry["position"] >= origin["position"]
+        assert carriers["count"] > 0
+        assert request["inherited"] is True
+        assert {count["kind"] for count in request["origins"]} <= {"linear", "head"}
 
 
 def test_holding_the_path_makes_the_runs_identical(smollm2_packed_bf16: Path) -> None:

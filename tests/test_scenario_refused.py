@@ -214,7 +214,7 @@ def test_flags_without_a_prompt_have_no_request() -> None:
         ({"max_token": None}, ScenarioKeyUnknown),
         ({"max_tokens": 0}, ScenarioRangeError),
         ({"max_tokens": "3"}, ScenarioTypeError),
-        ({"schedule": "serial"}, ScenarioConflict),
+        ({"schedule": "serial", "active": 4}, ScenarioConflict),
         ({"arrivals": [1]}, ScenarioConflict),
     ],
 )

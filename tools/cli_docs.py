@@ -44,7 +44,7 @@ With `--json` the answer goes to stdout as one JSON object, whose `schema` names
 | command | schema |
 |---|---|
 | `compare` | `detdiff.divergence/1` |
-| `record`, `show` | `detdiff.trace-summary/1`: what the text shows; `groups` are consecutive forwards with equal composition and kernel paths |
+| `record`, `show` | `detdiff.trace-summary/1`: what the text shows; `groups` are consecutive forwards with equal composition and kernel paths; `each_forward` and `each_site` (name, kind and layer of every site) are there with `--forwards` and `--sites` |
 | `demo` | `detdiff.demo/1`: `cases`, each with `title`, `anchor` and `divergence` |
 | `import-gguf` | `detdiff.import/1` |
 | any, on an error | `detdiff.error/1`: `error` (the broken rule), `message`, `exit_code` |

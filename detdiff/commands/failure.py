@@ -9,6 +9,10 @@ from typing import Any
 from detdiff.errors import DetdiffError, Interrupted, ReportNeeded
 
 SCHEMA = "detdiff.error/1"
+# What running a model needs and reading traces does not.
+RUNNING = frozenset(
+    {"mlx", "mlx_lm", "numba", "safetensors", "transformers", "tokenizers", "huggingface_hub"}
+)
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,12 @@ def _foreign(error: BaseException) -> DetdiffError:
         return DetdiffError(
             "There is not enough memory. Lower memory_mb, record fewer values (capture digest, or a window), or "
             "use a smaller model."
+        )
+    if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] in RUNNING:
+        return DetdiffError(
+            f"Running a model (record, demo, --replay, and compare with anything but two traces) needs MLX and what "
+            f"comes with it, and the package {str(error.name).partition('.')[0]!r} is not installed here. Install all "
+            "of it with `pip install .` in the folder of detdiff's source. Comparing and showing traces works without."
         )
     if isinstance(error, OSError):
         where = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""

@@ -5,22 +5,37 @@ from __future__ import annotations
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tabulate import tabulate
 
+from detdiff.errors import NotATrace
+from detdiff.report.settings import asked, rules, sampling
 from detdiff.report.words import count, escaped, shown
 from detdiff.trace import Trace, parse_ranges
 
 SCHEMA = "detdiff.trace-summary/1"
 GROUPS = 12
 SAMPLE = 160
+NARROWEST = 12
 
 
-def summary(trace: Trace, *, every: bool = False) -> dict[str, Any]:
-    """The summary as JSON values; ``docs/cli.md`` lists the keys. ``every`` adds each forward's line.
+def opened(path: Path, *, partial: bool = False) -> Trace:
+    """The trace at ``path``, its bytes checked. Raises NotATrace and what ``Trace.open`` raises."""
+    if not path.exists():
+        raise NotATrace(
+            f"{path} is not there; expected a trace, which is a directory that `detdiff record` wrote. Check the "
+            "spelling."
+        )
+    return Trace.open(path, partial=partial, checked=True)
 
+
+def summary(trace: Trace, *, every: bool = False, sites: bool = False) -> dict[str, Any]:
+    """The summary as JSON values; ``docs/cli.md`` lists the keys.
+
+    ``every`` adds each forward's line, ``sites`` each site's name, kind and layer in execution order.
     Raises TraceError where a line of a log breaks a rule.
     """
     header = trace.header
@@ -44,6 +59,8 @@ def summary(trace: Trace, *, every: bool = False) -> dict[str, Any]:
         "shards": len(trace.shards),
         "bytes": sum(file.stat().st_size for file in trace.path.iterdir() if file.is_file()),
     }
+    if sites:
+        made["each_site"] = [{"name": s.name, "kind": s.kind, "layer": s.layer} for s in trace.sites]
     if every:
         made["each_forward"] = [dict(line) for line in trace.forwards()]
     return made
@@ -52,11 +69,11 @@ def summary(trace: Trace, *, every: bool = False) -> dict[str, Any]:
 def _requests(trace: Trace) -> Iterator[dict[str, Any]]:
     texts = trace.texts()
     generated = trace.generated(lens=False)
-    asked = {request["id"]: request for request in _scenario_requests(trace)}
+    scenario = asked(trace.scenario)
     for number, request in enumerate(trace.requests):
         mine = np.flatnonzero(generated.request == number)
         tokens = generated.token[mine[np.argsort(generated.index[mine])]].tolist()
-        prompt = asked.get(request["id"], {}).get("prompt")
+        prompt = scenario.get(request["id"], {}).get("prompt")
         yield {
             **{key: value for key, value in request.items() if key != "tokens"},
             "prompt_tokens": len(request["tokens"]),
@@ -64,13 +81,6 @@ def _requests(trace: Trace) -> Iterator[dict[str, Any]]:
             "generated_tokens": len(tokens),
             "generated": _joined(tokens, texts),
         }
-
-
-def _scenario_requests(trace: Trace) -> list[Any]:
-    # The scenario block is whatever the recorder put there; only its use is known here.
-    found = trace.scenario.get("request", [])
-    usable = isinstance(found, list) and all(isinstance(item, dict) and "id" in item for item in found)
-    return found if usable else []
 
 
 def _joined(tokens: list[int], texts: Mapping[int, str]) -> str:
@@ -114,7 +124,8 @@ def summary_text(found: Mapping[str, Any], *, width: int = 100) -> str:
         wrapped += textwrap.wrap(
             line, max(40, width), subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
         ) or [""]
-    return "\n".join([*wrapped, "", _forwards(found)]) + "\n"
+    tables = [_sites(found)] if "each_site" in found else []
+    return "\n".join([*wrapped, "", "\n\n".join([_forwards(found, width), *tables])]) + "\n"
 
 
 def _lines(found: Mapping[str, Any]) -> Iterator[str]:
@@ -127,22 +138,26 @@ def _lines(found: Mapping[str, Any]) -> Iterator[str]:
         yield f"note: {escaped(note)}"
     yield _model(found["model"])
     yield "scenario: " + _pairs(found["scenario"], skip=("request", "rule", "model"))
+    for rule in rules(found["scenario"]):
+        yield f"rule: {rule}"
     yield "environment: " + _pairs(found["environment"])
     yield _observer(found["observer"])
     yield f"on disk: {count(found['shards'], 'shard')}, {found['bytes']:,} bytes" + _seconds(found["times"])
     yield "sites: " + ", ".join(f"{number} {kind}" for kind, number in found["sites"].items())
     yield ""
+    settings = asked(found["scenario"])
     for request in found["requests"]:
+        how = sampling(settings.get(request["id"], {}))
         yield (
             f"request {escaped(request['id'])}: {count(request['prompt_tokens'], 'prompt token')}, "
             f"{request['generated_tokens']} of at most {request.get('max_tokens', '?')} generated, arrival "
-            f"{request.get('arrival', 0)}"
+            f"{request.get('arrival', 0)}{f', {how}' if how else ''}"
         )
         yield f"  prompt: {shown(_cut(request['prompt']))}"
         yield f"  generated: {shown(_cut(request['generated']))}"
 
 
-def _forwards(found: Mapping[str, Any]) -> str:
+def _forwards(found: Mapping[str, Any], width: int) -> str:
     groups = found["groups"]
     shown_groups = groups if "each_forward" in found else groups[:GROUPS]
     rows = [
@@ -154,13 +169,39 @@ def _forwards(found: Mapping[str, Any]) -> str:
         ]
         for group in shown_groups
     ]
-    table: str = tabulate(
-        rows, headers=["forwards", "rows", "who", "kernel path × sites"], disable_numparse=True
-    )
+    headers = ["forwards", "rows", "who", "kernel path × sites"]
+    table: str = tabulate(_fitted(rows, headers, width), headers=headers, disable_numparse=True)
     left = len(groups) - len(shown_groups)
     if not left:
         return table
     return f"{table}\n... and {count(left, 'more group', 'more groups')} of forwards; --forwards shows all"
+
+
+def _fitted(rows: list[list[str]], headers: list[str], width: int) -> list[list[str]]:
+    """The rows with their last two columns wrapped, so that the table is at most ``width`` wide where it can be."""
+    # tabulate keeps two characters free next to a header. The name of a path stays in one piece.
+    path = max((len(word) for row in rows for word in row[-1].split()), default=0)
+    narrowest = max(NARROWEST, len(headers[-2]) + 2), max(path, len(headers[-1]) + 2)
+    widths = [max(len(header) + 2, *map(len, cells)) for header, *cells in zip(headers, *rows, strict=True)]
+    gaps = 2 * (len(headers) - 1)
+    room = width - gaps - sum(widths[:-2])
+    last = max(narrowest[1], min(widths[-1], max(room // 2, room - widths[-2])))
+    who = max(narrowest[0], room - last)
+    return [
+        [*cells, *(textwrap.fill(*pair, break_on_hyphens=False) for pair in ((members, who), (paths, last)))]
+        for *cells, members, paths in rows
+    ]
+
+
+def _sites(found: Mapping[str, Any]) -> str:
+    rows = [
+        [escaped(site["name"]), escaped(site["kind"]), "-" if site["layer"] is None else str(site["layer"])]
+        for site in found["each_site"]
+    ]
+    table: str = tabulate(
+        rows, headers=["site", "kind", "layer"], disable_numparse=True, colalign=("left", "left", "right")
+    )
+    return table
 
 
 def _model(model: Mapping[str, Any]) -> str:
@@ -190,7 +231,7 @@ def _seconds(times: Mapping[str, Any]) -> str:
 
 def _pairs(values: Mapping[str, Any], skip: tuple[str, ...] = ()) -> str:
     shown_values = [
-        f"{key} {escaped(_plain(value))}"
+        key if value is True else f"{key} {escaped(_plain(value))}"
         for key, value in values.items()
         if key not in skip and value not in ("", [], {}, None, False)
     ]

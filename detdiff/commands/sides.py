@@ -36,14 +36,16 @@ class Asked:
     b: str = ""
     partial: bool = False
     keep: Path | None = None
+    replay: bool = False
 
 
 @dataclass(frozen=True)
 class Side:
-    """``name`` is a or b; ``source`` is the trace, or what to record."""
+    """``name`` is a or b; ``source`` is the trace, or what to record; ``given`` is what the user named it by."""
 
     name: str
     source: Trace | Scenario
+    given: str
 
 
 def sides(asked: Asked) -> tuple[Side, Side]:
@@ -51,17 +53,41 @@ def sides(asked: Asked) -> tuple[Side, Side]:
 
     Raises CommandError for arguments that do not go together, and what reading traces and scenarios raises.
     """
-    if asked.files and (asked.model is not None or asked.prompts):
-        raise CommandError(
-            f"There are files ({asked.files[0]}) and --model or --prompt, which say what to run without a file. Give "
-            "either; in a scenario file's place, --set and --both change single keys."
-        )
+    _check_files(asked)
     with _located("--both"):
         parse_flags(asked.both)
     found = _from_flags(asked) if not asked.files else _from_files(asked)
     if asked.keep is not None:
         _check_keep(asked.keep, found)
     return found
+
+
+def _check_files(asked: Asked) -> None:
+    for path in asked.files:
+        if not path.exists():
+            raise CommandError(
+                f"{path} is not there; expected a trace, which is a directory that `detdiff record` wrote, or a "
+                "scenario file. Check the spelling."
+            )
+    if not asked.files or (asked.model is None and not asked.prompts):
+        return
+    first = asked.files[0]
+    if asked.prompts:
+        raise CommandError(
+            f"There are both {first} and --prompt. --model and --prompt say what to run where there are no files; give "
+            "either."
+        )
+    scenarios = [path for path in asked.files if not path.is_dir()]
+    if scenarios:
+        raise CommandError(
+            f"There are both the scenario file {scenarios[0]} and --model. A scenario file names its own model; to change "
+            "it, or any other key, for both sides, write --both model=NAME."
+        )
+    if not asked.replay:
+        raise CommandError(
+            f"There are both the trace {first} and --model. Comparing traces runs no model; --model says with --replay "
+            "where the traces' model is now. Add --replay, or leave --model out."
+        )
 
 
 def _from_flags(asked: Asked) -> tuple[Side, Side]:
@@ -71,11 +97,17 @@ def _from_flags(asked: Asked) -> tuple[Side, Side]:
             "or --model and --prompt with --a and --b, such as --model builtin --prompt 'In the beginning' --a "
             "schedule=serial --b schedule=static."
         )
+    if not (asked.a or asked.b):
+        raise CommandError(
+            "Both sides would be the same run. Say with --a and --b what differs, such as --a schedule=serial --b "
+            "schedule=static, or with one of them alone."
+        )
     made = []
     for name, own in (("a", asked.a), ("b", asked.b)):
         with _located(f"side {name}"):
             flags = merged(asked.both, own)
-            made.append(Side(name, Scenario.from_flags(asked.model, asked.prompts, flags)))
+            scenario = Scenario.from_flags(asked.model, asked.prompts, flags)
+            made.append(Side(name, scenario, f"side {name}"))
     return made[0], made[1]
 
 
@@ -100,15 +132,10 @@ def _from_file(name: str, path: Path, asked: Asked, own: str) -> Side:
                 f"{path} is a trace, which was recorded already, and {flags.strip()!r} would change how it is "
                 f"recorded. Leave that out, or give side {name} as a scenario file."
             )
-        return Side(name, Trace.open(path, partial=asked.partial))
-    if not path.exists():
-        raise CommandError(
-            f"{path} is not there; expected a trace, which is a directory that `detdiff record` wrote, or a scenario "
-            "file. Check the spelling."
-        )
+        return Side(name, Trace.open(path, partial=asked.partial, checked=True), str(path))
     scenario = Scenario.from_toml(path)
     with _located(f"side {name}"):
-        return Side(name, scenario.with_changes(**parse_flags(flags)))
+        return Side(name, scenario.with_changes(**parse_flags(flags)), str(path))
 
 
 def merged(both: str, own: str) -> str:
@@ -153,7 +180,20 @@ def recorded(
                     traces.append(record_trace(side.source, path, loaded, on_token, kept=keep is not None))
             else:
                 traces.append(_trace(side))
-        yield traces[0], traces[1]
+        try:
+            yield traces[0], traces[1]
+        except DetdiffError as error:
+            if keep is None:
+                _name_as_given(error, found, traces)
+            raise
+
+
+def _name_as_given(error: DetdiffError, found: tuple[Side, Side], traces: list[Trace]) -> None:
+    """Puts what the user named in the place of temporary paths, which are gone when the message is read."""
+    message = str(error)
+    for side, trace in zip(found, traces, strict=True):
+        message = message.replace(str(trace.path), side.given)
+    error.args = (message,)
 
 
 def named(divergence: Divergence, found: tuple[Side, Side], keep: Path | None) -> Divergence:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from detdiff.trace import B_DTYPE, DTYPE_CODES, Trace
 
 from .divergence import CacheEntry, Change, Composition, Magnitude, Origin
-from .forwards import RunLog
+from .forwards import Call, RunLog
 from .metrics import Values, measure
 from .ports import CommonPorts
 from .requests import RequestPair
@@ -78,6 +78,8 @@ class Details:
         call_a = self._runs.log_a.call(forward_a, site.index_a)
         call_b = self._runs.log_b.call(forward_b, site.index_b)
         composition_a, composition_b = self.compositions(found.row)
+        rows_a, second_last_a = self._saw(call_a, composition_a, found.row)
+        rows_b, second_last_b = self._saw(call_b, composition_b, found.row)
         return Origin(
             site=site.site.name,
             kind=site.site.kind,
@@ -89,10 +91,10 @@ class Details:
             between=between,
             forward_a=forward_a,
             forward_b=forward_b,
-            rows_a=call_a.rows,
-            rows_b=call_b.rows,
-            second_last_a=call_a.second_last,
-            second_last_b=call_b.second_last,
+            rows_a=rows_a,
+            rows_b=rows_b,
+            second_last_a=second_last_a,
+            second_last_b=second_last_b,
             path_a=call_a.path,
             path_b=call_b.path,
             rule_a=call_a.rule,
@@ -102,6 +104,14 @@ class Details:
             changes=self._changes(found, site.site.layer) if site.site.kind == "cache_read" else (),
             magnitude=magnitude,
         )
+
+    def _saw(self, call: Call, composition: Composition, row: int) -> tuple[int | None, int | None]:
+        """Rows and second-to-last dimension of a call; one made per request saw that request's rows alone."""
+        if call.rows is not None or call.path is None:
+            return call.rows, call.second_last
+        request = self._requests[int(self._pairs.request[row])].id
+        own = sum(member.rows for member in composition.members if member.request == request)
+        return own, own
 
     def cache_entry(self, row: int, place: int) -> CacheEntry:
         """The first entry of a cache or state site that differs in a row pair."""

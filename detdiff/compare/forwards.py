@@ -170,6 +170,8 @@ def _sentence(event: Mapping[str, Any]) -> str:
             f"the cache entry {event.get('entry')} of layer {event.get('layer')}, head {event.get('head')}, position "
             f"{event.get('position')} is not what was written"
         )
+    if event.get("kind") == "cache_changed_more":
+        return f"{event.get('entries')} more cache entries of layer {event.get('layer')} are not what was written"
     if event.get("kind") == "offset":
         return f"the cache of layer {event.get('layer')} is at offset {event.get('found')}, the row at {event.get('expected')}"
     return ", ".join(

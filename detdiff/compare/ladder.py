@@ -87,10 +87,13 @@ def _answer(runs: Runs, pairing: Pairing, done: Pass) -> Divergence:
             not_compared.append(NotCompared(request.id, "no row of it is in both runs"))
     found = {request.rung for request in requests} | ({"workload"} if done.pairs.findings else set())
     found |= {"bookkeeping"} if bookkeeping_parted else set()
+    # Other settings part nothing by themselves, but where something parts they come first.
+    found |= {"workload"} if pairing.workload and found - {None} else set()
     rung = next((rung for rung in RUNGS if rung in found), None)
     workload = (*pairing.workload, *done.pairs.findings)
     whole = not not_compared and not workload and all(request.identical for request in requests)
     whole = whole and runs.a.complete and runs.b.complete
+    whole = whole and not any(run.header["observer"].get("equal") is False for run in (runs.a, runs.b))
     return Divergence(
         identical=rung is None and whole,
         inconclusive=rung is None and not whole,
@@ -152,6 +155,7 @@ def _notes(runs: Runs, pairing: Pairing, done: Pass, requests: list[RequestDiver
     for trace, run in ((runs.a, "a"), (runs.b, "b")):
         notes += [f"run {run} is incomplete: {problem}" for problem in trace.problems]
         notes += [f"run {run}: {note}" for note in trace.header["notes"]]
+    notes += [*_observed(runs), *_environments(runs)]
     a, b = (trace.header["model"].get("tokenizer_sha256") for trace in (runs.a, runs.b))
     if a is not None and b is not None and a != b:
         notes.append("the tokenizers differ, so token texts may differ where ids do not")
@@ -175,3 +179,36 @@ def _notes(runs: Runs, pairing: Pairing, done: Pass, requests: list[RequestDiver
     if pairing.pairs and any(request.flip is not None for request in pairing.pairs):
         notes.append("rows after a request's first flip saw other tokens and are not compared")
     return tuple(notes)
+
+
+def _observed(runs: Runs) -> list[str]:
+    """What is known of whether recording changed the runs."""
+    found = [trace.header["observer"] for trace in (runs.a, runs.b)]
+    if all(observer.get("equal") is True for observer in found):
+        forwards = " and ".join(sorted({str(observer.get("forwards")) for observer in found}))
+        return [
+            f"recording was checked: the first {forwards} forwards of each run again without it, logits bit-equal"
+        ]
+    notes = []
+    for observer, run in zip(found, "ab", strict=True):
+        if observer.get("equal") is False:
+            notes.append(
+                f"run {run}: RECORDING CHANGED THE LOGITS: its first {observer.get('forwards')} forwards, run again without "
+                "it, gave other bits; either the run is not repeatable or recording disturbs it"
+            )
+        elif observer.get("equal") is None:
+            notes.append(f"run {run}: it was not checked whether recording changed the logits")
+    return notes
+
+
+def _environments(runs: Runs) -> list[str]:
+    """What the two runs ran on, where it differs."""
+    a, b = (trace.header["environment"] for trace in (runs.a, runs.b))
+    differ = [key for key in (*a, *(key for key in b if key not in a)) if a.get(key) != b.get(key)]
+    notes = []
+    if differ:
+        each = "; ".join(f"{key}: {a.get(key)} and {b.get(key)}" for key in differ)
+        notes.append(f"the runs' environments differ ({each}), which alone can change bits")
+    if any(trace.header["model"].get("weights_sha256") is None for trace in (runs.a, runs.b)):
+        notes.append("the weights were not compared: a run has no hash of them")
+    return notes

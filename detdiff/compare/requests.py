@@ -158,9 +158,15 @@ def _asked_otherwise(id: str, a: dict[str, Any], b: dict[str, Any]) -> list[Find
             and a[key] != b[key]
             and not (key == "sampling" and _greedy(a) and _greedy(b))
         ):
-            detail = f"{key} is {a[key]} in run a and {b[key]} in run b"
+            detail = f"{key} is {_plain(a[key])} in run a and {_plain(b[key])} in run b"
             found.append(Finding("both", "settings", id, None, detail))
     return found
+
+
+def _plain(setting: Any) -> str:
+    if not isinstance(setting, dict):
+        return str(setting)
+    return ", ".join(f"{name} {value}" for name, value in setting.items())
 
 
 def _greedy(request: dict[str, Any]) -> bool:

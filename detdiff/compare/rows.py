@@ -135,6 +135,11 @@ def _token_findings(
 def _no_row(a: Trace, b: Trace, other_tokens: int) -> str:
     for trace, run in ((a, "a"), (b, "b")):
         if not len(trace.row_index().request):
+            if trace.header["complete"] and trace.problems:
+                return (
+                    f"What is left of run {run} ({trace.path}) holds no rows; expected at least one forward. "
+                    f"{trace.problems[0]}"
+                )
             return (
                 f"Run {run} ({trace.path}) holds no rows; expected at least one forward. The run ended before its "
                 "first shard was written, or recorded nothing. Record it again."

@@ -21,6 +21,7 @@ from detdiff.errors import LayoutError
 from detdiff.instrument import Session
 from detdiff.instrument.buffers import memory
 from detdiff.instrument.forward import Forward
+from detdiff.instrument.paths import StagedWeights
 from detdiff.instrument.sites import Arrays, SiteMap
 from detdiff.scenario import KernelPlan
 
@@ -55,12 +56,12 @@ class _Rows:
     def _keep(self, key: str, name: str, array: mx.array) -> None:
         forward = self._forward
         port = self.sites.ports.get((key, name), -1)
-        if port not in self.sites.shapes or forward.selected is not None and key == self.sites.head:
+        if port not in self.sites.axes or forward.selected is not None and key == self.sites.head:
             return
         (probe,) = (s for s in forward.segments if s.request == 0)
         rows = slice(probe.column, probe.column + probe.count)
         # The number of the forward is its step: every composition runs prompt and decode together.
-        self.seen[forward.index, port] = mx.moveaxis(array, self.sites.shapes[port].axis, 1)[:1, rows]
+        self.seen[forward.index, port] = mx.moveaxis(array, self.sites.axes[port], 1)[:1, rows]
 
     def end(self, forward: Forward, logits: mx.array) -> None:
         row = forward.selected.index(self._last()) if forward.selected is not None else self._last()
@@ -77,14 +78,14 @@ class _Rows:
     def block_done(self, key: str) -> None: ...
 
 
-def refuse_leaks(model: Module, plan: KernelPlan) -> None:
+def refuse_leaks(model: Module, plan: KernelPlan, staged: StagedWeights | None = None) -> None:
     """Raises LayoutError, naming the module or site, for a model that cannot be packed or mixes requests' rows.
 
     Runs some 20 rows. Of the plan only the profile is used, since a native path can be the slower one by far.
     """
     refuse_unpackable(model)
     # Row by row, so that a profile's choice by the number of rows is not taken for a leak.
-    session = Session(model, KernelPlan(plan.profile, ANY_ROWS if plan.profile else None))
+    session = Session(model, KernelPlan(plan.profile, ANY_ROWS if plan.profile else None), staged=staged)
     together = _run(session, (PROBE, NEIGHBOUR), (1, 0))
     for order, requests, change in (
         ((1, 0), (PROBE, STRANGER), "the tokens of the request before it"),

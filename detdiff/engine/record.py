@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 
-from detdiff.errors import LayoutError, ModelRunError
+from detdiff.errors import LayoutError, ModelRunError, ScenarioError
 from detdiff.instrument import Plant, Session
 from detdiff.instrument.columns import Selection
 from detdiff.instrument.forward import Forward
@@ -62,9 +62,9 @@ def record(
     options = options or RecordOptions()
     loaded = loaded or load(scenario.model)
     work = prepare(scenario, loaded)
-    session = Session(loaded.model, scenario.kernels, options.plants)
+    session = Session(loaded.model, scenario.kernels, options.plants, loaded.staged)
     if scenario.schedule.layout == "packed":
-        refuse_leaks(loaded.model, scenario.kernels)
+        refuse_leaks(loaded.model, scenario.kernels, loaded.staged)
     # What cannot be recorded is said before there is a trace.
     subject = _subject(scenario, loaded, work, session, options)
     total = sum(w.max_tokens for w in work)
@@ -102,9 +102,9 @@ def generate(
     """
     loaded = loaded or load(scenario.model)
     work = prepare(scenario, loaded)
-    session = Session(loaded.model, scenario.kernels)
+    session = Session(loaded.model, scenario.kernels, staged=loaded.staged)
     if scenario.schedule.layout == "packed":
-        refuse_leaks(loaded.model, scenario.kernels)
+        refuse_leaks(loaded.model, scenario.kernels, loaded.staged)
     with session.running(None, packed=scenario.schedule.layout == "packed"):
         session.on_logits = on_logits
         _run(scenario, session, work, lambda *_: None)
@@ -147,8 +147,15 @@ def _header(scenario: Scenario, loaded: LoadedModel, work: list[Work], session: 
         "model": dict(loaded.identity),
         "environment": environment(),
         "requests": [
-            {"id": w.id, "tokens": list(w.prompt), "max_tokens": w.max_tokens, "arrival": w.arrival}
-            for w in work
+            {
+                "id": w.id,
+                "tokens": list(w.prompt),
+                "max_tokens": w.max_tokens,
+                "arrival": w.arrival,
+                "ignore_stop": request.ignore_stop,
+                "sampling": asdict(request.sampling),
+            }
+            for w, request in zip(work, scenario.requests, strict=True)
         ],
         "sites": [site.to_json() for site in session.sites.sites],
     }
@@ -161,6 +168,12 @@ def _subject(
         return str(loaded.tokenizer.decode([token]))
 
     ids = [w.id for w in work]
+    span, last = scenario.capture.positions, max(len(w.prompt) + w.max_tokens - 1 for w in work)
+    if scenario.capture.level == "window" and span is not None and span[0] > last:
+        raise ScenarioError(
+            f"window_positions starts at {span[0]}, and the longest request has positions 0 to {last}; nothing would be "
+            "captured. Start it earlier."
+        )
     if options.values is None:
         selection = Selection.of(scenario.capture, session.sites, ids)
     else:

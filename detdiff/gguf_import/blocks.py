@@ -84,7 +84,7 @@ def _unpack_blocks(tensor: GgufTensor) -> Any:
     except ImportError as error:
         raise GgufPackageMissing(
             f"Tensor {tensor.name!r} is stored as {tensor.kind} blocks, and unpacking those needs the `gguf` "
-            f"package, which is not installed. Install it with `pip install 'detdiff[gguf]'`."
+            f"package, which is not installed. Install it with `pip install '.[gguf]'` in the folder of detdiff's source."
         ) from error
     try:
         return dequantize(tensor.data, GGMLQuantizationType[tensor.kind])

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from detdiff.errors import ScenarioError
 from detdiff.scenario import Capture
 from detdiff.trace.digest import STORAGE
 
@@ -87,11 +89,25 @@ class Selection:
         request_ids: Sequence[str],
         patterns: Sequence[str] = ("*",),
     ) -> Selection:
-        """Values at ``positions`` by request id, at sites that match one of the fnmatch ``patterns``."""
+        """Values at ``positions`` by request id, at sites that match one of the fnmatch ``patterns``.
+
+        Raises ScenarioError for a pattern that matches no site: nothing captured is not what was asked for.
+        """
+        names = [site.name for site in sites.sites]
+        for pattern in patterns:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                near = (
+                    ", ".join(get_close_matches(pattern, names, 3))
+                    or f"one of {len(names)}, such as {names[-1]}"
+                )
+                raise ScenarioError(
+                    f"The window site {pattern!r} matches none of this model's {len(names)} sites; expected a site's "
+                    f"name or a pattern of it ({near}). `detdiff show TRACE --sites` lists them."
+                )
         ports = frozenset(
             port
             for (key, _), port in sites.ports.items()
-            if any(fnmatchcase(sites.sites[sites.index[key]].name, pattern) for pattern in patterns)
+            if any(fnmatchcase(names[sites.index[key]], pattern) for pattern in patterns)
         )
         return cls(ports, {request_ids.index(name): where for name, where in positions.items()})
 

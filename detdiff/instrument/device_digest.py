@@ -5,13 +5,14 @@ Integer sums are exact in any order, so the numbers equal those of the host (a p
 
 from __future__ import annotations
 
+import math
+
 import mlx.core as mx
 import numpy as np
 
-from detdiff.trace.digest import coefficients
+from detdiff.trace.digest import coefficients, digest_bias
 
 from .buffers import DTYPE_NAMES
-from .host_digest import constant
 
 _cache: dict[int, mx.array] = {}
 
@@ -42,15 +43,14 @@ def _digest_last(array: mx.array) -> mx.array:
         words = raw.view(mx.uint32)
     total = (words.astype(mx.uint64) * _coefficients(words.shape[-1])).sum(axis=-1)
     # As a numpy array: MLX refuses Python integers from 2**63 on.
-    return total + mx.array(np.array(constant(dtype, n_bytes), np.uint64))
+    return total + mx.array(np.array(digest_bias(dtype, n_bytes), np.uint64))
 
 
 def device_rows(array: mx.array, axis: int | None) -> mx.array:
     """Digests uint64 [slots, columns] of the rows of ``array``; ``axis`` None: one row a slot, [slots, 1]."""
-    if axis is None:
-        return _digest_last(array.reshape(array.shape[0], 1, -1))
-    moved = mx.moveaxis(array, axis, 1)
-    return _digest_last(moved.reshape(*moved.shape[:2], -1))
+    moved = mx.expand_dims(array, 1) if axis is None else mx.moveaxis(array, axis, 1)
+    # The width is said and not left to -1, which an array without rows could not answer.
+    return _digest_last(moved.reshape(*moved.shape[:2], math.prod(moved.shape[2:])))
 
 
 def device_entries(array: mx.array) -> mx.array:

@@ -71,7 +71,7 @@ class Digester:
         memories: dict[int, tuple[Memory, int | None]] = {}
         for port in sorted(record.arrays):
             array = record.arrays[port]
-            axis = None if port in record.states else self._sites.shapes[port].axis
+            axis = None if port in record.states else self._sites.axes[port]
             where = memory(array)
             job = layout_job(where, axis)
             if job is None:
@@ -100,7 +100,7 @@ class Digester:
         rows, slots, cols = self._places(record, table, port)
         kept = None
         if self._wanted([port]):
-            axis = None if port in record.states else self._sites.shapes[port].axis
+            axis = None if port in record.states else self._sites.axes[port]
             source = Source(*_by_row(memory(record.arrays[port]), axis), slots, cols)
             kept = source.take(rows, self._keep(table))
         return Column([port], rows, np.asarray(record.device[port])[slots, cols], kept)
@@ -135,9 +135,13 @@ class Digester:
     def _rows(self, record: ForwardRecord, table: RowTable, columns: list[Column]) -> list[Rows]:
         n = len(table.request)
         n_ports = len(self._sites.ports)
-        has = np.zeros((n, len(columns)), bool)
+        # Hundreds of columns share a few `present`, so whole blocks are moved instead of columns.
+        blocks: dict[int, list[int]] = {}
         for c, column in enumerate(columns):
-            has[column.present, c] = True
+            blocks.setdefault(id(column.present), []).append(c)
+        has = np.zeros((n, len(columns)), bool)
+        for block in blocks.values():
+            has[np.ix_(columns[block[0]].present, np.array(block))] = True
         # A decode forward is one group, all rows with all columns; finding that out by sorting masks is slow.
         patterns, group_of = (
             (has[:1], np.zeros(n, np.intp)) if has.all() else np.unique(has, axis=0, return_inverse=True)
@@ -149,19 +153,19 @@ class Digester:
         for group in order:
             rows = np.flatnonzero(group_of.ravel() == group)
             chosen = np.flatnonzero(patterns[group])
-            port_column = np.full(n_ports, -1, np.int64)
-            digests = np.empty((len(rows), len(chosen)), np.uint64)
+            port_column = [-1] * n_ports
             values: dict[int, Value] = {}
-            places: dict[int, NDArray[np.intp]] = {}  # by identity: most columns share one `present`
             for place, c in enumerate(chosen.tolist()):
-                column = columns[c]
-                port_column[column.ports] = place
-                within = places.get(id(column.present))
-                if within is None:
-                    within = places[id(column.present)] = np.searchsorted(column.present, rows)
-                digests[:, place] = column.digests[within]
-                if column.kept is not None:
-                    values[place] = _value(column.kept, rows)
+                for port in columns[c].ports:
+                    port_column[port] = place
+                kept = columns[c].kept
+                if kept is not None:
+                    values[place] = _value(kept, rows)
+            digests = np.empty((len(rows), len(columns)), np.uint64)
+            for block in blocks.values():
+                if patterns[group, block[0]]:
+                    within = np.searchsorted(columns[block[0]].present, rows)
+                    digests[:, block] = np.stack([columns[c].digests for c in block], axis=1)[within]
             result.append(
                 Rows(
                     request=table.request[rows].astype(np.int32),
@@ -170,8 +174,8 @@ class Digester:
                     slot=table.lane[rows].astype(np.int32),
                     phase=table.phase[rows].astype(np.int32),
                     token=tokens[table.slot[rows], table.column[rows]].astype(np.int32),
-                    table=tuple(port_column.tolist()),
-                    digests=digests,
+                    table=tuple(port_column),
+                    digests=digests[:, chosen],
                     values={c: v for c, v in values.items() if len(v.rows)},
                 )
             )

@@ -108,7 +108,9 @@ class Ledgers:
             end = segment.start + segment.count
             ledger = self._ledger(segment.request, call.key, end, len(names))
             span = (low, segment.start, segment.count, call.window or EVERYTHING)
-            written, read, changed = fold_entries(found, physical, span, (self._weights, weights), ledger)
+            written, read, changed, total = fold_entries(
+                found, physical, span, (self._weights, weights), ledger
+            )
             pieces.append((ledger[segment.start : end].copy(), written, read))
             rows.append(np.arange(offsets[lane], offsets[lane + 1]))
             places.append(physical[segment.start - low :])
@@ -123,6 +125,15 @@ class Ledgers:
                 }
                 for p, h in changed
             ]
+            if total > len(changed):
+                events.append(
+                    {
+                        "kind": "cache_changed_more",
+                        "request": segment.request,
+                        "layer": call.layer,
+                        "entries": total - len(changed),
+                    }
+                )
         order = np.concatenate(rows)
         slots = np.repeat(np.array(call.slots, np.int64), [len(r) for r in rows])
         columns = np.concatenate(places)

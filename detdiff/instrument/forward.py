@@ -20,8 +20,7 @@ PHASES = ("prefill", "decode")
 class Segment:
     """Consecutive rows of one request in a forward.
 
-    The rows (positions ``start`` … ``start + count - 1``) lie in batch slot ``slot`` from ``column`` on;
-    ``virtual`` is the position that column 0 of the slot would have (start - column).
+    The rows (positions ``start`` … ``start + count - 1``) lie in batch slot ``slot`` from ``column`` on.
     """
 
     request: int

@@ -16,7 +16,7 @@ from numba.core import types
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-from detdiff.trace.digest import B_DTYPE, B_LENGTH, DTYPE_CODES, coefficients
+from detdiff.trace.digest import coefficients, digest_bias
 
 from .buffers import Memory
 
@@ -159,11 +159,6 @@ def _coefficients_for(words: int) -> UInt64:
     return _coefficients
 
 
-def constant(dtype: str, n_bytes: int) -> int:
-    """What dtype and length add to a digest, as an int below 2**64."""
-    return (B_DTYPE * DTYPE_CODES[dtype] + B_LENGTH * n_bytes) & 0xFFFFFFFFFFFFFFFF
-
-
 def digest_jobs(
     jobs: Sequence[tuple[int, ...]], dtypes: Sequence[str], slots: Int64, columns: Int64
 ) -> UInt64:
@@ -172,7 +167,7 @@ def digest_jobs(
     if not jobs or not len(slots):
         return out
     sizes = [row_bytes(job) for job in jobs]
-    constants = np.array([constant(d, n) for d, n in zip(dtypes, sizes, strict=True)], np.uint64)
+    constants = np.array([digest_bias(d, n) for d, n in zip(dtypes, sizes, strict=True)], np.uint64)
     longest = max(sizes)
     coef = _coefficients_for((longest + 3) // 4)
     scratch = np.empty(longest + 4, np.uint8)
@@ -213,7 +208,7 @@ def digest_entries(memory: Memory, slot: int) -> UInt64:
         return digest_jobs(per_head, [memory.dtype] * heads, slots, np.arange(length, dtype=np.int64))
     out = np.empty((length, heads), np.uint64)
     coef = _coefficients_for(piece // 4)
-    base = np.uint64(constant(memory.dtype, piece))
+    base = np.uint64(digest_bias(memory.dtype, piece))
     _digest_entries(memory.address + slot * slot_stride, head_stride, row_stride, piece, base, coef, out)
     return out
 
@@ -247,9 +242,10 @@ def _fold(
             now = found[at, h]
             if p >= start:
                 ledger[p, h] = now
-            elif ledger[p, h] != now and n_changed < changed.shape[0]:
-                changed[n_changed, 0] = p
-                changed[n_changed, 1] = h
+            elif ledger[p, h] != now:
+                if n_changed < changed.shape[0]:
+                    changed[n_changed, 0] = p
+                    changed[n_changed, 1] = h
                 n_changed += 1
             term_read += head_weights[h] * now
             term_written += head_weights[h] * ledger[p, h]
@@ -270,8 +266,10 @@ def fold_entries(
     span: tuple[int, int, int, int],
     weights: tuple[UInt64, UInt64],
     ledger: UInt64,
-) -> tuple[UInt64, UInt64, Int64]:
-    """``written`` and ``read`` sums uint64 [count] of each new row, and changed entries int64 [n, 2].
+) -> tuple[UInt64, UInt64, Int64, int]:
+    """``written`` and ``read`` sums uint64 [count] of each new row, changed entries int64 [n, 2], and their number.
+
+    At most 64 changed entries are listed (position, head); the number counts all.
 
     ``found`` uint64 [T, heads] are the digests in physical order, ``physical`` [end - low] says where position
     low + i lies; ``span`` is (low, start, count, window); ``ledger`` [capacity, heads] is updated in place.
@@ -281,4 +279,4 @@ def fold_entries(
     read = np.empty(count, np.uint64)
     changed = np.empty((64, 2), np.int64)
     n = _fold(found, physical, low, start, count, window, *weights, ledger, written, read, changed)
-    return written, read, changed[:n]
+    return written, read, changed[:n], n

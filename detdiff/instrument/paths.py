@@ -18,6 +18,8 @@ from detdiff_kernels import Call, Kernel, Profile, Staged, forced, kernel, kerne
 
 NATIVE = "native"
 
+StagedWeights = dict[tuple[int, str], tuple[Module, Staged]]  # by (id of the module, kernel)
+
 
 @dataclass(frozen=True)
 class Path:
@@ -33,10 +35,11 @@ class PathRunner:
     Raises KernelPlanError for a path or profile that does not exist.
     """
 
-    def __init__(self, plan: KernelPlan) -> None:
+    def __init__(self, plan: KernelPlan, staged: StagedWeights | None = None) -> None:
+        """``staged`` keeps what kernels make of weights from one runner of a model to the next."""
         self._plan = plan
         self._profile: Profile | None = _profile(plan.profile) if plan.profile else None
-        self._staged: dict[tuple[int, str], tuple[Module, Staged]] = {}
+        self._staged: StagedWeights = {} if staged is None else staged
         self._kernels: dict[str, Kernel] = {}
         for rule in plan.rules:
             self._check(rule)
@@ -92,16 +95,20 @@ class PathRunner:
     def _reference(self, name: str, module: Module, x: mx.array) -> mx.array:
         staged = self._stage(name, module)
         flat = np.asarray(mx.contiguous(x.astype(mx.float32))).reshape(-1, x.shape[-1])
-        y = mx.array(self._kernels[name](flat, staged)).reshape(*x.shape[:-1], -1).astype(x.dtype)
+        y = mx.array(self._kernel(name)(flat, staged)).reshape(*x.shape[:-1], -1).astype(x.dtype)
         return y + module["bias"] if "bias" in module else y
+
+    def _kernel(self, name: str) -> Kernel:
+        if name not in self._kernels:
+            self._kernels[name] = kernel(name)
+        return self._kernels[name]
 
     def _stage(self, name: str, module: Module) -> Staged:
         found = self._staged.get((id(module), name))
         if found is None:
-            if name not in self._kernels:
-                self._kernels[name] = kernel(name)
             # The module is kept beside its staged weight so that its id cannot be given to another one.
-            found = self._staged[id(module), name] = (module, self._kernels[name].stage(dense_weight(module)))
+            staged = self._kernel(name).stage(dense_weight(module))
+            found = self._staged[id(module), name] = (module, staged)
         return found[1]
 
 

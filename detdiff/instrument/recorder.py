@@ -23,6 +23,12 @@ from .forward import Forward, ForwardRecord, RowTable
 from .sites import Arrays, SiteMap
 from .topk import as_float32, top
 
+PER_REQUEST = (
+    "rope",
+    "attention",
+    "cache_write",
+    "cache_read",
+)  # a packed forward calls these request by request
 LAG = 2  # forwards whose digests wait: mlx-lm computes one ahead, so older ones are surely evaluated
 
 
@@ -181,7 +187,7 @@ class Recorder:
 
     def _on_device_digests(self, record: ForwardRecord) -> list[mx.array]:
         for port, array in record.arrays.items():
-            axis = None if port in record.states else self._sites.shapes[port].axis
+            axis = None if port in record.states else self._sites.axes[port]
             record.device[port] = device_rows(array, axis)
         for call in record.caches:
             call.device = [device_entries(array) for _, array in call.parts]
@@ -235,13 +241,20 @@ class Recorder:
 
     def _plan(self, record: ForwardRecord) -> int:
         """The number of the plan that says which path each site took in this forward."""
-        groups: dict[tuple[str, str, int, int], list[int]] = {}
+        groups: dict[tuple[str, str, int | None, int | None], list[int]] = {}
         called = {site for site, *_ in record.calls}
         for site, rows, second_last, path, rule in record.calls:
             groups.setdefault((path, rule, rows, second_last), []).append(site)
         slots, columns = record.forward.shape
         rest = [i for i in range(len(self._sites.sites)) if i not in called]
         head = self._sites.index.get(self._sites.head or "", -1)
+        if not record.forward.logits_used:
+            # They never ran: the engine does not ask for these logits.
+            rest = [i for i in rest if i not in (head, self._sites.index["logits"])]
+        if record.forward.layout == "packed":
+            apart = [i for i in rest if self._sites.sites[i].kind in PER_REQUEST]
+            groups["native", "", None, None] = apart
+            rest = [i for i in rest if i not in apart]
         selected = record.forward.selected
         if head in rest and selected is not None:
             rest.remove(head)
@@ -252,12 +265,11 @@ class Recorder:
             {
                 "path": path,
                 "rule": rule,
-                "rows": rows,
-                "second_last": second_last,
+                **({} if rows is None else {"rows": rows, "second_last": second_last}),
                 "sites": format_ranges(sites),
             }
             for (path, rule, rows, second_last), sites in sorted(
-                groups.items(), key=lambda item: min(item[1])
+                ((key, sites) for key, sites in groups.items() if sites), key=lambda item: min(item[1])
             )
         ]
         return self._writer.plan(calls)

@@ -14,8 +14,9 @@ from detdiff.errors import KernelPlanError, LayoutError
 from detdiff.scenario import KernelPlan
 
 from .buffers import handle
+from .experts import ExpertOrder
 from .forward import Forward
-from .paths import PathRunner, call_of
+from .paths import PathRunner, StagedWeights, call_of
 from .plant import Plant
 from .sites import Arrays, SiteMap, discover
 from .taps import tapped, tapped_top
@@ -54,9 +55,15 @@ class Session:
     Entering a session that is already entered raises RuntimeError; after leaving, it can be entered again.
     """
 
-    def __init__(self, model: Module, plan: KernelPlan | None = None, plants: Iterable[Plant] = ()) -> None:
+    def __init__(
+        self,
+        model: Module,
+        plan: KernelPlan | None = None,
+        plants: Iterable[Plant] = (),
+        staged: StagedWeights | None = None,
+    ) -> None:
         self.model = model
-        self.paths = PathRunner(plan or KernelPlan())
+        self.paths = PathRunner(plan or KernelPlan(), staged)
         self._plants = tuple(plants)
         self._plan = plan or KernelPlan()
         self.compose: Callable[[mx.array, Any], Forward] | None = None
@@ -76,7 +83,7 @@ class Session:
         self._counts: dict[str, int] = {}
         self._states_done: set[int] = set()
         self._failed_in: str | None = None
-        self._sorted: tuple[mx.array, mx.array] | None = None
+        self._experts: ExpertOrder | None = None
 
     @contextlib.contextmanager
     def _discovering(self, sink: Sink) -> Iterator[None]:
@@ -208,10 +215,12 @@ class Session:
         except Exception:
             self._failed_in = self._failed_in or name
             raise
-        y = self._planted(key, "out", y) if kind != "switch" else self._switch_planted(key, args, y)
+        y = self._planted(key, "out", y) if kind != "switch" else self._switch_planted(key, args[1], y)
         if self._sink is not None and isinstance(y, mx.array):
             if kind == "switch":
-                inputs, outputs = self._switch_ports(key, held, args[1], y)
+                order = self._order(args[1])
+                given: Arrays = list(zip(("in", "experts"), held, strict=False))
+                inputs, outputs = order.ports(args[0], y) if order else (given, [("out", y)])
             else:
                 inputs = [("in" if i == 0 else f"in.{i + 1}", a) for i, a in enumerate(held)]
                 outputs = [("out", y)]
@@ -256,45 +265,31 @@ class Session:
         if not self._plants or forward is None or not isinstance(value, mx.array):
             return value
         place = self.sites.index.get(key)
-        shape = self.sites.shapes.get(self.sites.ports.get((key, port), -1))
-        if place is None or shape is None:
+        axis = self.sites.axes.get(self.sites.ports.get((key, port), -1))
+        if place is None or axis is None:
             return value
         if key in ("logits", self.sites.head) and forward.selected is not None:
             forward = _compact(forward)
         for plant in self._plants:
-            value = plant.apply(self.sites.sites[place].name, port, value, shape.axis, forward)
+            value = plant.apply(self.sites.sites[place].name, port, value, axis, forward)
         return value
-
-    def _switch_planted(self, key: str, args: Any, y: mx.array) -> Any:
-        if not self._plants or self._sorted is None or args[1] is not self._sorted[0] or self.forward is None:
-            return self._planted(key, "out", y)
-        order = self._sorted[1]
-        rows = y[order].reshape(*self.forward.shape, -1, *y.shape[1:])
-        return self._planted(key, "out", rows).reshape(y.shape)[mx.argsort(order)]
 
     def gather_sort(self, native: Callable[..., Any], args: Any) -> Any:
         result = native(*args)
         if self._active:
-            self._sorted = (result[1], result[2])
+            self._experts = ExpertOrder.of(args, result)
         return result
 
-    def _switch_ports(
-        self, key: str, held: Sequence[mx.array], indices: Any, y: mx.array
-    ) -> tuple[Arrays, Arrays]:
-        """Ports of an expert linear, brought back from expert order to row order where mlx-lm sorted them."""
-        x, experts = held[0], held[1] if len(held) > 1 else indices
-        if self._sorted is None or indices is not self._sorted[0] or self.forward is None:
-            return [("in", x), ("experts", experts)], [("out", y)]
-        order = self._sorted[1]
-        slots, columns = self.forward.shape
+    def _order(self, indices: Any) -> ExpertOrder | None:
+        """The sorting that an expert linear's ``indices`` come from, or None where they are in row order."""
+        order = self._experts
+        return order if order is not None and indices is order.indices else None
 
-        def rows(array: mx.array, port: str) -> mx.array:
-            back = array[order].reshape(slots, columns, -1, *array.shape[1:])
-            shape = self.sites.shapes.get(self.sites.ports.get((key, port), -1))
-            # Before the first expert layer a row has one value for all its experts: any copy is that value.
-            return back[:, :, :1] if shape is not None and shape.slots == 1 else back
-
-        return [("in", rows(x, "in")), ("experts", rows(experts, "experts"))], [("out", rows(y, "out"))]
+    def _switch_planted(self, key: str, indices: Any, y: mx.array) -> Any:
+        order = self._order(indices) if self._plants else None
+        if order is None:
+            return self._planted(key, "out", y)
+        return order.sorted(self._planted(key, "out", order.rows(y)))
 
     def composite(self, name: str, native: Callable[..., Any], args: Any, kw: Any) -> Any:
         if not self._active:

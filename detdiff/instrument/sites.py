@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import mlx.core as mx
@@ -82,26 +83,19 @@ class Found:
 
 
 @dataclass(frozen=True)
-class PortShape:
-    """How to find a row in a port's array: the row axis, and (for experts) the slots a row has."""
-
-    axis: int
-    slots: int = 0
-
-
-@dataclass(frozen=True)
 class SiteMap:
     """A model's sites in execution order, and how taps address them.
 
-    ``index`` maps a tap's key to its site; ``ports`` maps (key, port name) to a port index; ``shapes`` has one
-    entry per port; ``bytes_per_row`` is what one row of all ports takes; ``head`` is the key of the output
-    projection; ``last_write`` is the index of the last cache site (rows after it do not feed the cache).
+    ``index`` maps a tap's key to its site; ``ports`` maps (key, port name) to a port index, and ``axes`` that
+    index to the row axis of its array; ``bytes_per_row`` is what one row of all ports takes; ``head`` is the key of
+    the output projection, ``norm`` that of the norm before it, ``blocks`` those of the layers; ``cache_layers`` maps
+    the key of a cache write to its layer.
     """
 
     sites: tuple[Site, ...]
     index: dict[str, int]
     ports: dict[tuple[str, str], int]
-    shapes: dict[int, PortShape]
+    axes: dict[int, int]
     bytes_per_row: int
     head: str | None
     cache_layers: dict[str, int] = field(default_factory=dict)
@@ -120,7 +114,7 @@ class Discovery:
 
 
 def probe_length(model: Module) -> int:
-    """A row count that no weight or configured size of the model has, so that the row axis is unmistakable."""
+    """A row count that no weight and no configured size of the model has, so that the row axis is unmistakable."""
     taken: set[int] = set()
 
     def collect(value: Any) -> None:
@@ -128,6 +122,8 @@ def probe_length(model: Module) -> int:
             return
         if isinstance(value, int):
             taken.add(value)
+        elif isinstance(value, mx.array):
+            taken.update(value.shape)
         elif isinstance(value, dict):
             for item in value.values():
                 collect(item)
@@ -138,7 +134,9 @@ def probe_length(model: Module) -> int:
     collect(vars(getattr(model, "args", None) or object()) if hasattr(model, "args") else {})
     for module in model.modules():
         collect({k: v for k, v in vars(module).items() if not k.startswith("__")})
-    return next(n for n in (5, 7, 11, 13, 17, 19, 23, 29, 31, 37) if n not in taken)
+        collect([v for v in module.values() if isinstance(v, mx.array)])
+    # Odd, because sizes are products of small numbers and a derived one is rarely odd.
+    return next(n for n in count(5, 2) if n not in taken)
 
 
 def discover(model: Module, install: Callable[[Any], Any]) -> SiteMap:
@@ -149,7 +147,7 @@ def discover(model: Module, install: Callable[[Any], Any]) -> SiteMap:
     """
     length = probe_length(model)
     sink = Discovery()
-    tokens = mx.arange(length)[None]
+    tokens = mx.zeros((1, length), mx.int32)
     with install(sink):
         logits = model(tokens, cache=make_prompt_cache(model))
     if not isinstance(logits, mx.array) or logits.ndim != 3 or logits.shape[1] != length:
@@ -185,7 +183,7 @@ def _site_map(calls: list[Found], logits: mx.array, length: int) -> SiteMap:
     sites: list[Site] = []
     index: dict[str, int] = {}
     ports: dict[tuple[str, str], int] = {}
-    shapes: dict[int, PortShape] = {}
+    axes: dict[int, int] = {}
     n_bytes = 0
     n_ports = 0
     for call in calls:
@@ -231,14 +229,13 @@ def _site_map(calls: list[Found], logits: mx.array, length: int) -> SiteMap:
             axis = _row_axis(array, length)
             if port is None or axis is None:
                 continue
-            slots = array.shape[2] if kind == "switch" and array.ndim >= 4 else 0
-            shapes[port] = PortShape(axis, slots)
+            axes[port] = axis
             n_bytes += array.nbytes // length
     index["logits"] = len(sites)
     sites.append(Site("logits", "logits", None, ("in",), ("out",), None))
     for name in ("in", "out"):
         ports["logits", name] = n_ports
-        shapes[n_ports] = PortShape(1)
+        axes[n_ports] = 1
         n_ports += 1
     blocks = tuple(key for key, i in index.items() if sites[i].kind == "block")
     norms = [key for key, i in index.items() if sites[i].kind == "norm" and sites[i].layer is None]
@@ -246,7 +243,7 @@ def _site_map(calls: list[Found], logits: mx.array, length: int) -> SiteMap:
         tuple(sites),
         index,
         ports,
-        shapes,
+        axes,
         n_bytes + 2 * logits.nbytes // length,
         head,
         {key: sites[i].layer or 0 for key, i in index.items() if sites[i].kind == "cache_write"},

@@ -18,6 +18,7 @@ from detdiff.compare.divergence import (
     Run,
 )
 
+from .settings import asked, decisive, sampling
 from .words import birth, composition, count, escaped, layer, number, runs_of, shown, size, spans
 
 
@@ -35,7 +36,10 @@ def divergence_text(divergence: Divergence, *, width: int = 100) -> str:
                 page.item("  - ", _finding(finding))
     for request in divergence.requests:
         if request.rung is not None:
-            _request(page, request)
+            how = tuple(
+                sampling(asked(run.scenario).get(request.id, {})) for run in (divergence.a, divergence.b)
+            )
+            _request(page, request, how)
     alike = [request for request in divergence.requests if request.rung is None]
     page.blank()
     if alike:
@@ -128,11 +132,7 @@ def _align(headers: Sequence[str]) -> tuple[str, ...]:
 
 
 def _run(run: Run) -> str:
-    scenario = run.scenario
-    parts = [escaped(run.trace)]
-    parts += [
-        f"{key} {escaped(str(scenario[key]))}" for key in ("schedule", "layout", "kernels") if key in scenario
-    ]
+    parts = [escaped(run.trace), *decisive(run.scenario)]
     if "name" in run.model:
         parts.append(f"model {escaped(str(run.model['name']))}")
     parts.append(count(run.forwards, "forward"))
@@ -149,7 +149,7 @@ def _finding(finding: Finding) -> str:
     return f"{request}{escaped(finding.detail)} ({where})"
 
 
-def _request(page: _Page, request: RequestDivergence) -> None:
+def _request(page: _Page, request: RequestDivergence, how: Sequence[str | None]) -> None:
     page.blank()
     if request.flip is None:
         end = (
@@ -161,6 +161,10 @@ def _request(page: _Page, request: RequestDivergence) -> None:
     else:
         page.prose(f"request {escaped(request.id)}: parts in {request.rung} and flips")
         _flip(page, request, request.flip)
+        if any(how):
+            for run, words in zip("ab", how, strict=True):
+                page.item(f"    {run}: ", words or "greedy")
+        _flip_forward(page, request)
     if request.origin is not None:
         _origin(page, request.origin)
     elif request.differing:
@@ -177,11 +181,15 @@ def _request(page: _Page, request: RequestDivergence) -> None:
     if request.carriers is not None:
         carriers = request.carriers
         alive = "alive at the flip" if request.flip is not None else "alive at the end"
+        where = (
+            f", over positions {spans(carriers.positions)} and layers {spans(runs_of(carriers.layers))}"
+            if carriers.count
+            else ""
+        )
         page.item(
             "  carriers: ",
             f"{carriers.count:,} of {count(carriers.entries, 'cache entry', 'cache entries')} {alive} (position "
-            f"{carriers.alive_at}) differ, over positions {spans(carriers.positions)} and layers "
-            f"{spans(runs_of(carriers.layers))}",
+            f"{carriers.alive_at}) differ{where}",
         )
     if request.origins:
         page.item("  origins: ", count(sum(found.count for found in request.origins), "in all", "in all"))
@@ -217,14 +225,28 @@ def _flip(page: _Page, request: RequestDivergence, flip: Flip) -> None:
             f"generated token {flip.index} is {flip.a.token} {shown(flip.a.text)} in a and {flip.b.token} "
             f"{shown(flip.b.text)} in b"
         )
-    swapped = {True: "; top two swapped", False: "; top two not simply swapped", None: ""}[request.swapped]
-    page.item("  flip: ", f"{what} (row at position {flip.position}){swapped}")
+    swapped = {True: "top two swapped", False: "top two not simply swapped", None: ""}[request.swapped]
+    ranks = _outside(flip) or swapped
+    page.item("  flip: ", f"{what} (row at position {flip.position}){'; ' if ranks else ''}{ranks}")
     page.item("    ", f"margin {number(flip.a.margin)} in a, {number(flip.b.margin)} in b")
     rows = list(_top_rows(flip.a, flip.b))
     if rows:
         page.table(rows, ["rank", "a token", "a text", "a logit", "b token", "b text", "b logit"], "    ")
     if flip.magnitude is not None:
         page.item("    logits: ", size(flip.magnitude))
+
+
+def _outside(flip: Flip) -> str:
+    """Says which tokens are not among the recorded ones, or nothing."""
+    places = [
+        f"{run}'s token is outside its top {len(choice.top)}"
+        for run, choice in (("a", flip.a), ("b", flip.b))
+        if choice.token is not None and choice.logit is None and choice.top
+    ]
+    return ", ".join(places)
+
+
+def _flip_forward(page: _Page, request: RequestDivergence) -> None:
     forward = request.flip_forward
     if forward is None:
         return
@@ -271,7 +293,7 @@ def _origin(page: _Page, origin: Origin) -> None:
             if rows is None
             else f", which saw {count(rows, 'row')} (second-to-last dimension {second_last})"
         )
-        because = f"; rule: {escaped(rule)}" if rule else ""
+        because = f"; rule: {escaped(rule.removeprefix('rule: '))}" if rule else ""
         page.item(f"    {run}: ", f"{composition(found)}; path {path or 'unknown'}{seen}{because}")
     for change in origin.changes[:4]:
         page.item(

@@ -61,7 +61,7 @@ def regular_size(path: Path, missing: type[TraceError]) -> int:
         what = "is not there" if found is None else "is not a regular file"
         raise missing(
             f"{path} {what}; expected one of the files that the trace was recorded with. Copy the whole "
-            "directory again; what is left can be opened with partial=True."
+            "directory again; what is left can be opened with --partial (partial=True)."
         )
     return found.st_size
 

@@ -47,12 +47,14 @@ class Trace:
     _rows: RowIndex
 
     @classmethod
-    def open(cls, path: Path | str, *, partial: bool = False) -> Trace:
+    def open(cls, path: Path | str, *, partial: bool = False, checked: bool = False) -> Trace:
         """Opens and checks a trace; raises the TraceError subclass of the first broken rule.
 
         An unfinished trace opens with ``complete`` False and its finished shards. With ``partial`` a trace
         whose shards or logs are missing or damaged opens too, without the damaged ones. Values, forwards and
-        texts are checked when they are read, and bytes by ``verify``.
+        texts are checked when they are read. With ``checked`` every shard's bytes are read once and compared with
+        the checksum in the header, without it only ``verify`` does that: a changed digest looks like a
+        difference between two runs, so commands that answer from a trace open it checked.
         """
         self = cls()
         self.path = Path(path)
@@ -66,7 +68,7 @@ class Trace:
             self._lines(FORWARDS, partial, problems), len(self.requests), len(self.sites)
         )
         self._texts = self._lines(TEXTS, partial, problems)
-        self._open_shards(partial, problems)
+        self._open_shards(partial, checked, problems)
         self.complete = not problems
         self.problems = tuple(problems)
         return self
@@ -165,16 +167,7 @@ class Trace:
         """
         entries = {entry["name"]: entry for entry in self.header["shards"]} if self.header["complete"] else {}
         for shard in self.shards:
-            crc = 0
-            with reading(shard.path), open(shard.path, "rb") as file:
-                while chunk := file.read(_CHUNK):
-                    crc = zlib.crc32(chunk, crc)
-            expected = entries.get(shard.path.name, {"crc32": crc})["crc32"]
-            if crc != expected:
-                raise ChecksumError(
-                    f"{shard.path} has the checksum {crc}; expected {expected}, as when it was written. It "
-                    "is damaged: copy or record the trace again."
-                )
+            _check_bytes(shard.path, entries)
             for table, column in shard.value_columns():
                 shard.value_rows(table, column)
         for _ in self._forwards:
@@ -193,7 +186,8 @@ class Trace:
             problems.append(str(error))
             return Lines(self.path / name, None)
 
-    def _open_shards(self, partial: bool, problems: list[str]) -> None:
+    def _open_shards(self, partial: bool, checked: bool, problems: list[str]) -> None:
+        entries = {e["name"]: e for e in self.header["shards"]} if checked and self.header["complete"] else {}
         limits = Limits(len(self.requests), len(self._forwards), len(self.ports))
         shards: list[Shard] = []
         tokens: list[tuple[Int32, Int32]] = []
@@ -202,6 +196,8 @@ class Trace:
         for number, size in self._expected(partial, problems):
             try:
                 shard = open_shard(self.path / shard_name(number), len(shards), limits, size)
+                if checked:
+                    _check_bytes(shard.path, entries)
                 last = self._follows(shard, *last)
                 generated = shard.generated(lens=False)
                 if generated is not None:
@@ -231,7 +227,7 @@ class Trace:
             missing = ShardMissing(
                 f"{self.path / shard_name(gap)} is not there, but {shard_name(numbers[-1])} is; expected "
                 "shards without a gap. Copy the whole directory again; what is left can be opened with "
-                "partial=True."
+                "--partial (partial=True)."
             )
             if not partial:
                 raise missing
@@ -264,6 +260,21 @@ class Trace:
                 "shards. The file belongs to another trace: copy or record it again."
             )
         return int(rows[-1]) if len(rows) else forward, found
+
+
+def _check_bytes(path: Path, entries: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raises ChecksumError where the header states another checksum for the file."""
+    if path.name not in entries:
+        return
+    crc, expected = 0, entries[path.name]["crc32"]
+    with reading(path), open(path, "rb") as file:
+        while chunk := file.read(_CHUNK):
+            crc = zlib.crc32(chunk, crc)
+    if crc != expected:
+        raise ChecksumError(
+            f"{path} has the checksum {crc}; expected {expected}, as when it was written. It is damaged: copy or "
+            "record the trace again."
+        )
 
 
 def _joined(parts: list[Int32]) -> Int32:

@@ -154,7 +154,7 @@ def open_shard(path: Path, place: int, limits: Limits, expected: int | None) -> 
     if expected not in (None, size):
         raise ShardSizeError(
             f"{path} has {size} bytes; expected {expected}, as when the trace was completed. It is cut or "
-            "damaged: copy the trace again; what is left can be opened with partial=True."
+            "damaged: copy the trace again; what is left can be opened with --partial (partial=True)."
         )
     tensors = read_header(path, size)
     _check_names(path, tensors)

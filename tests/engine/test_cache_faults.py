@@ -193,7 +193,11 @@ def test_many_changed_entries_are_all_counted_in_what_is_read(
     before_forward(wipe)
     wrong = runs.record(model("llama"), asked)
     changed = [event for event in events(wrong) if event["in"] == damaged[0]]
-    assert len(changed) == 64 and {event["entry"] for event in changed} == {"K"}
+    named = [event for event in changed if event["kind"] == "cache_changed"]
+    (more,) = (event for event in changed if event["kind"] == "cache_changed_more")
+    assert len(named) == 64 and {event["entry"] for event in named} == {"K"}
+    # Layer 0 of 70 positions with two K heads was changed whole.
+    assert more["layer"] == 0 and len(named) + more["entries"] == 140
     (request,) = compare(base, wrong).requests
     assert request.origin is not None and request.origin.kind == "cache_read"
     assert request.origin.position == 70

@@ -166,7 +166,9 @@ def test_a_changed_entry_is_seen_with_a_small_budget_too(
     keys = {"lengths": (90,), "prefill_chunk": 32, "max_tokens": 2, "memory_mb": 1}
     found = events(runs.record(model("llama"), scenario("serial", layout, **keys)))
     assert done == [1]
-    assert {(event["kind"], event["layer"], event["entry"]) for event in found} == {("cache_changed", 1, "K")}
+    assert {event["kind"] for event in found} <= {"cache_changed", "cache_changed_more"}
+    assert {event["layer"] for event in found} == {1}
+    assert {event["entry"] for event in found if event["kind"] == "cache_changed"} == {"K"}
 
 
 def files(trace: Trace) -> dict[str, bytes]:

@@ -82,7 +82,8 @@ def reference(array: mx.array, axis: int | None) -> NDArray[np.uint64]:
     plain = np.array(raw).astype(UNSIGNED[array.dtype.size])
     plain = plain[:, None] if axis is None else np.moveaxis(plain, axis, 1)
     slots, rows = plain.shape[:2]
-    found = digest_rows(np.ascontiguousarray(plain).reshape(slots * rows, -1).view(STORAGE[name]), name)
+    width = int(np.prod(plain.shape[2:], dtype=np.int64))
+    found = digest_rows(np.ascontiguousarray(plain).reshape(slots * rows, width).view(STORAGE[name]), name)
     return found.reshape(slots, rows)
 
 

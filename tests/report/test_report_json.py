@@ -71,6 +71,9 @@ VALUES = {
     "bits",
     "state",
     "settings",
+    "max_tokens",
+    "sampling",
+    "ignore_stop",
 }
 VALUES |= {
     "workload",

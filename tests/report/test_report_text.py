@@ -42,6 +42,29 @@ def test_the_flip(found: Divergence) -> None:
     assert line.split() == ["1", "33", '"', 't33"', "25.571232", "93", '"', 't93"', "25.562220"]
 
 
+def test_a_sampled_flip_says_so_on_each_side(found: Divergence) -> None:
+    assert "sampled" not in divergence_text(found) and "greedy" not in divergence_text(found)
+    anchor = found.requests[0]
+    assert anchor.flip is not None
+    odd = replace(anchor.flip, b=replace(anchor.flip.b, token=7, logit=None))
+    settings = {"id": "anchor", "temperature": 0.8, "top_p": 0.95, "seed": 3}
+    b = replace(found.b, scenario={**found.b.scenario, "request": [settings, "not a table"]})
+    changed = replace(found, requests=(replace(anchor, flip=odd, swapped=False), *found.requests[1:]), b=b)
+    text = flat(divergence_text(changed))
+    assert "(row at position 12); b's token is outside its top 2 margin" in text
+    assert "a: greedy b: sampled at temperature 0.8, top_p 0.95, seed 3 the flip's forward:" in text
+
+
+def test_no_carriers_are_nowhere_and_a_rule_is_called_one_once(found: Divergence) -> None:
+    anchor = found.requests[0]
+    assert anchor.carriers is not None and anchor.origin is not None
+    none = replace(anchor.carriers, count=0, layers=(), positions=())
+    origin = replace(anchor.origin, rule_a="rule: site lm_head -> rows")
+    text = flat(divergence_text(replace(found, requests=(replace(anchor, carriers=none, origin=origin),))))
+    assert "carriers: 0 of 104 cache entries alive at the flip (position 12) differ origins:" in text
+    assert "; rule: site lm_head -> rows" in text and "rule: rule:" not in text
+
+
 def test_the_flips_forward(found: Divergence) -> None:
     text = flat(divergence_text(found))
     assert (
