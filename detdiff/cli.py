@@ -8,6 +8,7 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import sys
 import textwrap
 import traceback
@@ -122,6 +123,10 @@ def _progress(label: str) -> Iterator[OnToken | None]:
 def main() -> None:
     """Record two runs of a language model and find where, and why, they part."""
     quiet_hosts()
+    # Asked to end, a run ends as by Ctrl-C: what was recorded is written, and temporary traces are removed.
+    for name in ("SIGTERM", "SIGHUP"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.default_int_handler)
 
 
 @main.command()

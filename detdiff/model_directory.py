@@ -187,7 +187,7 @@ def config_value(config: dict[str, Any], *names: str) -> int | None:
 def _read_object(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise ModelConfigInvalid(
             f"{str(file)!r} cannot be read as JSON ({error}). Fetch the file again, or correct it there."
         ) from error

@@ -273,14 +273,16 @@ def ended(process: subprocess.Popen[str]) -> str:
     return " ".join(err.split())
 
 
-def interrupt_when(process: subprocess.Popen[str], there: Callable[[], bool]) -> None:
-    """Sends Ctrl-C as soon as ``there`` holds."""
+def interrupt_when(
+    process: subprocess.Popen[str], there: Callable[[], bool], by: signal.Signals = signal.SIGINT
+) -> None:
+    """Sends Ctrl-C, or another signal, as soon as ``there`` holds."""
     deadline = time.monotonic() + 120
     while not there():
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(by)
 
 
 def test_a_full_disk_keeps_the_finished_shards(tmp_path: Path) -> None:
@@ -294,9 +296,10 @@ def test_a_full_disk_keeps_the_finished_shards(tmp_path: Path) -> None:
     assert "INCOMPLETE" in run("show", tmp_path / "t").output
 
 
-def test_an_interrupt_keeps_what_was_recorded(tmp_path: Path) -> None:
+@pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_keeps_what_was_recorded(tmp_path: Path, by: signal.Signals) -> None:
     process = begin("record", long_run(tmp_path), "-o", tmp_path / "t")
-    interrupt_when(process, (tmp_path / "t" / "shard-00002.safetensors").exists)
+    interrupt_when(process, (tmp_path / "t" / "shard-00002.safetensors").exists, by)
     text = ended(process)
     assert f"Interrupted; {tmp_path / 't'} keeps what was recorded" in text
     trace = Trace.open(tmp_path / "t")
@@ -306,10 +309,13 @@ def test_an_interrupt_keeps_what_was_recorded(tmp_path: Path) -> None:
     assert "Interrupted" not in shown.output and "request r0:" in shown.output
 
 
-def test_an_interrupted_comparison_leaves_nothing_unless_it_is_kept(tmp_path: Path) -> None:
+@pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_comparison_leaves_nothing_unless_it_is_kept(
+    tmp_path: Path, by: signal.Signals
+) -> None:
     (tmp_path / "temporary").mkdir()
     arguments = ("compare", long_run(tmp_path), "--b", "schedule=static")
     process = begin(*arguments, TMPDIR=str(tmp_path / "temporary"))
-    interrupt_when(process, lambda: any((tmp_path / "temporary").glob("detdiff-*/a/trace.json")))
+    interrupt_when(process, lambda: any((tmp_path / "temporary").glob("detdiff-*/a/trace.json")), by)
     assert "--keep DIR" in ended(process)
     assert list((tmp_path / "temporary").glob("detdiff-*")) == []

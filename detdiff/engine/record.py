@@ -62,9 +62,7 @@ def record(
     options = options or RecordOptions()
     loaded = loaded or load(scenario.model)
     work = prepare(scenario, loaded)
-    session = Session(loaded.model, scenario.kernels, options.plants, loaded.staged)
-    if scenario.schedule.layout == "packed":
-        refuse_leaks(loaded.model, scenario.kernels, loaded.staged)
+    session = _session(scenario, loaded, options.plants)
     # What cannot be recorded is said before there is a trace.
     subject = _subject(scenario, loaded, work, session, options)
     total = sum(w.max_tokens for w in work)
@@ -102,9 +100,7 @@ def generate(
     """
     loaded = loaded or load(scenario.model)
     work = prepare(scenario, loaded)
-    session = Session(loaded.model, scenario.kernels, staged=loaded.staged)
-    if scenario.schedule.layout == "packed":
-        refuse_leaks(loaded.model, scenario.kernels, loaded.staged)
+    session = _session(scenario, loaded)
     with session.running(None, packed=scenario.schedule.layout == "packed"):
         session.on_logits = on_logits
         _run(scenario, session, work, lambda *_: None)
@@ -116,6 +112,21 @@ def _again(scenario: Scenario, loaded: LoadedModel, session: Session, logits: Fi
     with session.running(None, packed=scenario.schedule.layout == "packed"):
         session.on_logits = logits
         _run(scenario, session, work, lambda *_: None)
+
+
+def _session(scenario: Scenario, loaded: LoadedModel, plants: tuple[Plant, ...] = ()) -> Session:
+    """A session on the model, once it is known to run in the scenario's layout."""
+    try:
+        session = Session(loaded.model, scenario.kernels, plants, loaded.staged)
+        if scenario.schedule.layout == "packed":
+            refuse_leaks(loaded.model, scenario.kernels, loaded.staged)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ModelRunError(
+            f"The model {scenario.model!r} failed on a first forward of a few tokens: {str(error).splitlines()[0].rstrip('.')}. "
+            "Expected a model that mlx-lm runs: check its config.json and the dtypes of its weights; `--debug` shows where "
+            "it failed."
+        ) from error
+    return session
 
 
 def _run(scenario: Scenario, session: Session, work: list[Work], on_token: OnToken) -> None:

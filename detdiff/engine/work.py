@@ -70,8 +70,8 @@ def prepare(scenario: Scenario, loaded: LoadedModel) -> list[Work]:
         if limit is not None and len(prompt) + request.max_tokens > limit:
             raise ContextExceeded(
                 f"Request {request.id!r} has {len(prompt)} prompt tokens and asks for {request.max_tokens} more; the "
-                f"model's context is {limit}. Shorten the prompt, or lower max_tokens to at most "
-                f"{max(0, limit - len(prompt))}."
+                f"model's context is {limit}. Shorten the prompt"
+                + (f", or lower max_tokens to at most {limit - len(prompt)}." if limit > len(prompt) else ".")
             )
         work.append(
             Work(

@@ -6,10 +6,16 @@ from collections.abc import Sequence
 
 from detdiff.compare.divergence import Composition, Magnitude, Origin
 
+LONGEST = 80  # characters of a text that are shown
+
 
 def shown(text: str) -> str:
-    """A token's text in double quotes; what a terminal would obey or hide is escaped."""
-    return f'"{escaped(text)}"'
+    """A token's text in double quotes, cut where it is long; what a terminal would obey or hide is escaped."""
+    return (
+        f'"{escaped(text)}"'
+        if len(text) <= LONGEST
+        else f'"{escaped(text[:LONGEST])}" (cut, {len(text):,} in all)'
+    )
 
 
 def escaped(text: str) -> str:

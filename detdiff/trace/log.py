@@ -47,7 +47,8 @@ class LogWriter:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._written: tuple[int, int, list[bytes]] = (0, 0, [])
-        path.write_bytes(b"")
+        # Exclusive, so that of two recordings into one directory only one goes on.
+        path.touch(exist_ok=False)
 
     def append(self, value: Any) -> None:
         """Raises LogLineError for what JSON cannot hold."""

@@ -77,7 +77,12 @@ class TraceWriter:
                     "Choose another one, or remove it first."
                 )
             self.path.mkdir(parents=True, exist_ok=True)
-            self._forward_log = LogWriter(self.path / FORWARDS)
+            try:
+                self._forward_log = LogWriter(self.path / FORWARDS)
+            except FileExistsError:
+                raise TraceExists(
+                    f"{self.path} has become a trace at this moment: another recording writes there. Choose another path."
+                ) from None
             self._text_log = LogWriter(self.path / TEXTS)
             replace_file(self.path / HEADER, [encode(self._header)])
 
