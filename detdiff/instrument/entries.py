@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from detdiff.trace import head_weight, position_weight
 
-from .buffers import Memory, memory
+from .buffers import Memory, handle, memory
 from .columns import Source
 from .forward import CacheCall, Segment
 from .host_digest import digest_entries, fold_entries
@@ -90,6 +90,10 @@ class Ledgers:
     def fold(self, call: CacheCall, segments: Sequence[Segment]) -> Folded:
         """Digest one cache call; new entries go into the ledgers, changed ones into the events."""
         memories = [] if call.device else [memory(array) for _, array in call.parts]
+        stored = [] if call.device else [memory(array) for array in call.stored]
+        if all(_same_place(a, b) for a, b in zip(stored, memories, strict=False)):
+            # What a sound cache returns is a view of what it stores.
+            stored = []
         kinds = [kind for kind, _ in call.parts]
         heads = [array.shape[1] for _, array in call.parts]
         names = _entry_names(kinds, heads)
@@ -107,6 +111,8 @@ class Ledgers:
             low, physical = physical_places(call, len(found), segment)
             end = segment.start + segment.count
             ledger = self._ledger(segment.request, call.key, end, len(names))
+            held = self._found(call, stored, kinds, heads, slot) if stored else found
+            ledger[segment.start : end] = held[physical[segment.start - low :]]
             span = (low, segment.start, segment.count, call.window or EVERYTHING)
             written, read, changed, total = fold_entries(
                 found, physical, span, (self._weights, weights), ledger
@@ -141,8 +147,8 @@ class Ledgers:
 
         def source(entry: int) -> Source:
             part = 0 if entry < heads[0] else 1
-            view = memories[part].numpy()[:, entry - (heads[0] if part else 0)]
-            return Source(view, memories[part].dtype, slots, columns)
+            where = (stored or memories)[part]
+            return Source(where.numpy()[:, entry - (heads[0] if part else 0)], where.dtype, slots, columns)
 
         entries, written, read = (np.concatenate([p[i] for p in pieces]) for i in range(3))
         return Folded(order, names, entries, written, read, events, source if single else None)
@@ -163,6 +169,10 @@ class Ledgers:
         return np.concatenate(list(parts.values()), axis=1)
 
 
+def _same_place(a: Memory, b: Memory) -> bool:
+    return (a.address, a.dtype, a.strides[1:]) == (b.address, b.dtype, b.strides[1:])
+
+
 def _entry_names(kinds: list[str], heads: list[int]) -> tuple[str, ...]:
     count = dict(zip(kinds, heads, strict=True))
     return tuple(f"{kind}.{h}" for kind, n in count.items() for h in range(n))
@@ -180,14 +190,15 @@ def cache_call(
 
     ``lanes`` are (segments, slots, own) as in CacheCall.
     """
-    keys, values = result
-    parts: list[tuple[str, mx.array]] = []
-    for kind, stored in (("K", keys), ("V", values)):
-        pieces = stored if isinstance(stored, tuple | list) else (stored,)
-        for piece in pieces:
-            if not isinstance(piece, mx.array) or piece.ndim != 4:
-                return None
-            parts.append((kind, piece.astype(piece.dtype)))
+    parts = _parts(*result)
+    if parts is None:
+        return None
+    own = _parts(getattr(cache, "keys", None), getattr(cache, "values", None)) or []
+    fits = [kind for kind, _ in own] == [kind for kind, _ in parts] and all(
+        a.shape[:2] == b.shape[:2] and a.shape[2] >= b.shape[2]
+        for (_, a), (_, b) in zip(own, parts, strict=True)
+    )
+    stored = tuple(array for _, array in own) if fits else ()
     name = type(cache).__name__
     length = parts[0][1].shape[2]
     ring: tuple[int, int, int] | None = None
@@ -200,4 +211,17 @@ def cache_call(
         window = cache.max_size
         if columns == 1 and cache.rotated:
             ring = (cache._idx, 0, length)
-    return CacheCall(key, layer, tuple(parts), lanes[0], lanes[1], columns, ring, window, lanes[2])
+    return CacheCall(
+        key, layer, tuple(parts), lanes[0], lanes[1], columns, ring, window, lanes[2], stored=stored
+    )
+
+
+def _parts(keys: Any, values: Any) -> list[tuple[str, mx.array]] | None:
+    """Handles on the arrays of keys and values, a quantised side in several; None unless all are [.., .., .., ..]."""
+    parts: list[tuple[str, mx.array]] = []
+    for kind, side in (("K", keys), ("V", values)):
+        for piece in side if isinstance(side, tuple | list) else (side,):
+            if not isinstance(piece, mx.array) or piece.ndim != 4:
+                return None
+            parts.append((kind, handle(piece)))
+    return parts

@@ -99,7 +99,8 @@ class CacheCall:
     where each lies; ``columns`` how many columns were written; ``ring`` is (write index after the update, slots
     kept in front, ring length) where the returned order is a ring's, else None; ``window`` is how many
     positions a row sees; ``own`` says that the cache holds one request only, whatever column of the forward its
-    rows came from. ``device`` holds digests uint64 [slots, T, heads] where MLX computed them.
+    rows came from. ``device`` holds digests uint64 [slots, T, heads] where MLX computed them. ``stored`` are the cache's own arrays
+    in the order of ``parts``, at least as long; empty where the cache does not show them.
     """
 
     key: str
@@ -112,6 +113,7 @@ class CacheCall:
     window: int | None
     own: bool
     device: list[mx.array] = field(default_factory=list)
+    stored: tuple[mx.array, ...] = ()
 
 
 @dataclass

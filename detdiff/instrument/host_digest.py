@@ -228,7 +228,7 @@ def _fold(
     read: UInt64,
     changed: Int64,
 ) -> int:
-    """Sum entries over what each row sees; write the new ones into the ledger; list those that changed."""
+    """Sum entries over what each row sees, as written and as read; list those that are not what was written."""
     heads = found.shape[1]
     end = start + count
     sum_written = np.zeros(end - low + 1, np.uint64)
@@ -240,9 +240,7 @@ def _fold(
         term_written = np.uint64(0)
         for h in range(heads):
             now = found[at, h]
-            if p >= start:
-                ledger[p, h] = now
-            elif ledger[p, h] != now:
+            if ledger[p, h] != now:
                 if n_changed < changed.shape[0]:
                     changed[n_changed, 0] = p
                     changed[n_changed, 1] = h
@@ -272,7 +270,8 @@ def fold_entries(
     At most 64 changed entries are listed (position, head); the number counts all.
 
     ``found`` uint64 [T, heads] are the digests in physical order, ``physical`` [end - low] says where position
-    low + i lies; ``span`` is (low, start, count, window); ``ledger`` [capacity, heads] is updated in place.
+    low + i lies; ``span`` is (low, start, count, window); ``ledger`` [capacity, heads] are the
+    digests as the entries were written, the new ones included.
     """
     low, start, count, window = span
     written = np.empty(count, np.uint64)

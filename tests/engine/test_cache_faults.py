@@ -7,6 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from mlx_lm.models.cache import BatchKVCache
 from runs import Runs, events, model, scenario
 
 from detdiff.compare import compare
@@ -201,3 +202,27 @@ def test_many_changed_entries_are_all_counted_in_what_is_read(
     (request,) = compare(base, wrong).requests
     assert request.origin is not None and request.origin.kind == "cache_read"
     assert request.origin.position == 70
+
+
+def test_a_cache_that_returns_what_it_does_not_store_is_read_wrong(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stored rightly, returned wrongly: the read is the origin, for the entry of the row itself too."""
+    sound = BatchKVCache.update_and_fetch
+    asked = scenario("static", "padded", lengths=(9, 9), max_tokens=4)
+    base = runs.record(model("llama"), asked)
+
+    def update_and_fetch(self: Any, keys: Any, values: Any) -> Any:
+        found, stored = sound(self, keys, values)
+        if keys.shape[2] == 1:
+            stored = mx.concatenate([stored[1:2], stored[1:]])
+        return found, stored
+
+    monkeypatch.setattr(BatchKVCache, "update_and_fetch", update_and_fetch)
+    wrong = runs.record(model("llama"), asked)
+    first, second = compare(base, wrong).requests
+    assert first.origin is not None and first.origin.kind == "cache_read"
+    assert (first.origin.layer, first.origin.position) == (0, 8)
+    named = {(e["entry"], e["layer"], e["position"]) for e in events(wrong) if e["kind"] == "cache_changed"}
+    assert {entry for entry, _, _ in named} == {"V"} and ("V", 0, 8) in named
+    assert second.identical
