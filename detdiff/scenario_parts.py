@@ -221,15 +221,6 @@ class KernelPlan:
             check_name("kernels", self.profile)
         _between("split_rows", self.split_rows, 1)
 
-    @property
-    def is_native(self) -> bool:
-        """True when every site takes the backend's own path, whatever the number of rows."""
-        return (
-            self.profile is None
-            and self.split_rows is None
-            and all(rule.path == NATIVE for rule in self.rules)
-        )
-
 
 @dataclass(frozen=True)
 class Capture:

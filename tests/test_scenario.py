@@ -270,14 +270,6 @@ def test_changes_reach_every_request_and_none_is_the_default(tmp_path: Path) -> 
     assert scenario == Scenario.from_toml(tmp_path / "case.toml")
 
 
-def test_a_plan_is_native_only_when_nothing_can_leave_the_native_path() -> None:
-    assert KernelPlan().is_native and KernelPlan("native").is_native
-    assert KernelPlan(rules=(PathRule(path="native"),)).is_native
-    assert not KernelPlan("candle-metal").is_native
-    assert not KernelPlan(split_rows=1).is_native
-    assert not KernelPlan(rules=(PathRule(path="native"), PathRule(path="rows"))).is_native
-
-
 def test_a_rule_holds_inside_its_ranges() -> None:
     cases = {"4": [4], "2..4": [2, 3, 4], "4..": [4, 5, 6], "1..": [1, 2, 3, 4, 5, 6]}
     for rows, holding in cases.items():
