@@ -8,10 +8,13 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 from detdiff.compare import Divergence, RequestDivergence, compare
 from detdiff.errors import ReplayError
+from detdiff.model import LoadedModel, load
 from detdiff.scenario import Scenario
 from detdiff.trace import Trace
 
@@ -47,11 +50,13 @@ def replay(
     places = {r.id: _positions(r) for r in divergence.requests if not r.identical}
     if not any(places.values()):
         return divergence
+    options = {"values": places, "progress": progress}
+    load_once = cache(load)  # both sides mostly name one model, and its weights are staged once
     with tempfile.TemporaryDirectory(prefix="detdiff-replay-") as folder:
-        again = [
-            _run(_moved(trace, model), trace, Path(folder) / side, places, progress)
-            for trace, side in ((a, "a"), (b, "b"))
-        ]
+        again = []
+        for trace, side in ((a, "a"), (b, "b")):
+            scenario = _moved(trace, model)
+            again.append(_run(scenario, load_once(scenario.model), trace, Path(folder) / side, options))
         found = compare(*again)
         note = (
             f"replayed: both runs again, {found.compared.rows} rows; the digests are those of the traces, and values "
@@ -77,14 +82,10 @@ def _moved(trace: Trace, model: str | None) -> Scenario:
     return scenario if model is None else replace(scenario, model=model)
 
 
-def _run(
-    scenario: Scenario, trace: Trace, path: Path, places: dict[str, set[int]], progress: Progress | None
-) -> Trace:
+def _run(scenario: Scenario, loaded: LoadedModel, trace: Trace, path: Path, options: dict[str, Any]) -> Trace:
     # The engine needs mlx; comparing does not, so it is loaded only here.
     from detdiff.engine import RecordOptions, record
-    from detdiff.model import load
 
-    loaded = load(scenario.model)
     for key in ("config_sha256", "weights_sha256", "tokenizer_sha256"):
         if loaded.identity.get(key) != trace.model.get(key):
             raise ReplayError(
@@ -92,7 +93,7 @@ def _run(
                 f"{trace.path} was recorded with {trace.model.get(key)}. Name the model it was recorded with, or record "
                 "again."
             )
-    again = record(scenario, path, loaded=loaded, options=RecordOptions(values=places, progress=progress))
+    again = record(scenario, path, loaded=loaded, options=RecordOptions(**options))
     check = compare(trace, again)
     if not check.identical:
         parted = next((r for r in check.requests if not r.identical), None)

@@ -118,7 +118,7 @@ class Scenario:
         ``flags`` is text for ``detdiff.scenario_flags.parse_flags``; ``arrivals`` has one number for each
         request. Raises what ``parse_flags`` and ``from_dict`` raise.
         """
-        with _located("flags"):
+        with located("flags"):
             keys = parse_flags(flags)
             requests: list[dict[str, Any]] = [{"prompt": prompt} for prompt in prompts]
             requests += [{"tokens": tokens} for tokens in keys.pop("tokens", ())]
@@ -134,7 +134,7 @@ class Scenario:
         Raises ScenarioKeyUnknown (naming the nearest key), ScenarioKeyMissing, ScenarioTypeError, and what
         the dataclasses raise.
         """
-        with _located(where):
+        with located(where):
             if not isinstance(values, Mapping):
                 raise ScenarioTypeError(f"a {type(values).__name__} is not a table of keys; give one.")
             keys = typed(values, FILE_KEYS)
@@ -145,11 +145,11 @@ class Scenario:
             defaults = {name: keys[name] for name in SETTING_KEYS if name in keys}
             requests = []
             for place, table in enumerate(keys.get("request", ())):
-                with _located(f"request {place + 1}" + (f" ({table['id']!r})" if "id" in table else "")):
+                with located(f"request {place + 1}" + (f" ({table['id']!r})" if "id" in table else "")):
                     requests.append(_request(typed(table, REQUEST_KEYS), defaults, place))
             rules = []
             for place, table in enumerate(keys.get("rule", ()), 1):
-                with _located(f"rule {place}"):
+                with located(f"rule {place}"):
                     rules.append(PathRule(**typed(table, RULE_KEYS)))
             return _scenario(keys, tuple(requests), tuple(rules))
 
@@ -192,7 +192,7 @@ class Scenario:
         """
         values = self.to_dict()
         requests = values["request"]
-        with _located("changes"):
+        with located("changes"):
             for name in keys:
                 known(name, CHANGE_KEYS)
             changes = typed({name: value for name, value in keys.items() if value is not None}, CHANGE_KEYS)
@@ -226,7 +226,8 @@ _USELESS: dict[tuple[str, Any], tuple[str, ...]] = {
 
 
 @contextmanager
-def _located(where: str) -> Iterator[None]:
+def located(where: str) -> Iterator[None]:
+    """Puts ``where`` before the message of a ScenarioError that the block raises."""
     try:
         yield
     except ScenarioError as error:

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from detdiff.errors import CommandError, DetdiffError, Interrupted, ScenarioError, TraceExists
-from detdiff.scenario import Scenario
+from detdiff.errors import CommandError, DetdiffError, Interrupted, TraceExists
+from detdiff.scenario import Scenario, located
 from detdiff.scenario_flags import parse_flags
 from detdiff.trace import Trace
 
@@ -54,7 +54,7 @@ def sides(asked: Asked) -> tuple[Side, Side]:
     Raises CommandError for arguments that do not go together, and what reading traces and scenarios raises.
     """
     _check_files(asked)
-    with _located("--both"):
+    with located("--both"):
         parse_flags(asked.both)
     found = _from_flags(asked) if not asked.files else _from_files(asked)
     if asked.keep is not None:
@@ -104,7 +104,7 @@ def _from_flags(asked: Asked) -> tuple[Side, Side]:
         )
     made = []
     for name, own in (("a", asked.a), ("b", asked.b)):
-        with _located(f"side {name}"):
+        with located(f"side {name}"):
             flags = merged(asked.both, own)
             scenario = Scenario.from_flags(asked.model, asked.prompts, flags)
             made.append(Side(name, scenario, f"side {name}"))
@@ -124,7 +124,7 @@ def _from_files(asked: Asked) -> tuple[Side, Side]:
 
 
 def _from_file(name: str, path: Path, asked: Asked, own: str) -> Side:
-    with _located(f"side {name}"):
+    with located(f"side {name}"):
         flags = merged(asked.both, own)
     if path.is_dir():
         if flags.strip():
@@ -134,7 +134,7 @@ def _from_file(name: str, path: Path, asked: Asked, own: str) -> Side:
             )
         return Side(name, Trace.open(path, partial=asked.partial, checked=True), str(path))
     scenario = Scenario.from_toml(path)
-    with _located(f"side {name}"):
+    with located(f"side {name}"):
         return Side(name, scenario.with_changes(**parse_flags(flags)), str(path))
 
 
@@ -250,11 +250,3 @@ def _shared_model(found: tuple[Side, Side]) -> LoadedModel | None:
 def _trace(side: Side) -> Trace:
     assert isinstance(side.source, Trace)
     return side.source
-
-
-@contextmanager
-def _located(where: str) -> Iterator[None]:
-    try:
-        yield
-    except ScenarioError as error:
-        raise type(error)(f"{where}: {error}") from None

@@ -84,7 +84,9 @@ def record(
             _run(scenario, session, work, on_token)
             recorder.finish()
         seconds = time.perf_counter() - clock
-        observer = compare_logits(seen, lambda logits: _again(scenario, loaded, session, logits))
+        observer = compare_logits(
+            seen, lambda logits: _run_unrecorded(scenario, session, prepare(scenario, loaded), logits)
+        )
         times = {"started": started, "seconds": seconds, "rows": recorder.rows, "forwards": recorder.forwards}
         writer.finish(complete=True, times=times, observer=observer)
     return Trace.open(Path(path))
@@ -100,17 +102,15 @@ def generate(
     """
     loaded = loaded or load(scenario.model)
     work = prepare(scenario, loaded)
-    session = _session(scenario, loaded)
-    with session.running(None, packed=scenario.schedule.layout == "packed"):
-        session.on_logits = on_logits
-        _run(scenario, session, work, lambda *_: None)
+    _run_unrecorded(scenario, _session(scenario, loaded), work, on_logits)
     return {w.id: list(w.generated) for w in work}
 
 
-def _again(scenario: Scenario, loaded: LoadedModel, session: Session, logits: FirstLogits) -> None:
-    work = prepare(scenario, loaded)
+def _run_unrecorded(
+    scenario: Scenario, session: Session, work: list[Work], on_logits: OnLogits | None
+) -> None:
     with session.running(None, packed=scenario.schedule.layout == "packed"):
-        session.on_logits = logits
+        session.on_logits = on_logits
         _run(scenario, session, work, lambda *_: None)
 
 

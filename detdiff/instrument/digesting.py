@@ -71,7 +71,7 @@ class Digester:
         memories: dict[int, tuple[Memory, int | None]] = {}
         for port in sorted(record.arrays):
             array = record.arrays[port]
-            axis = None if port in record.states else self._sites.axes[port]
+            axis = record.axis(port)
             where = memory(array)
             job = layout_job(where, axis)
             if job is None:
@@ -100,7 +100,7 @@ class Digester:
         rows, slots, cols = self._places(record, table, port)
         kept = None
         if self._wanted([port]):
-            axis = None if port in record.states else self._sites.axes[port]
+            axis = record.axis(port)
             source = Source(*_by_row(memory(record.arrays[port]), axis), slots, cols)
             kept = source.take(rows, self._keep(table))
         return Column([port], rows, np.asarray(record.device[port])[slots, cols], kept)

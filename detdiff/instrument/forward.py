@@ -138,6 +138,10 @@ class ForwardRecord:
     logits: mx.array | None = None
     lens: list[mx.array] = field(default_factory=list)
 
+    def axis(self, port: int) -> int | None:
+        """The row axis of a port's array; None for a recurrent state, which has one row a slot."""
+        return None if port in self.states else self.sites.axes[port]
+
     def add(self, key: str, ports: Arrays) -> None:
         """Keep the arrays of a site's ports; a site or port unknown to the site map is left out."""
         for name, array in ports:

@@ -187,7 +187,7 @@ class Recorder:
 
     def _on_device_digests(self, record: ForwardRecord) -> list[mx.array]:
         for port, array in record.arrays.items():
-            axis = None if port in record.states else self._sites.axes[port]
+            axis = record.axis(port)
             record.device[port] = device_rows(array, axis)
         for call in record.caches:
             call.device = [device_entries(array) for _, array in call.parts]

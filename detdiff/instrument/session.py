@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -18,7 +20,7 @@ from .experts import ExpertOrder
 from .forward import Forward
 from .paths import PathRunner, StagedWeights, call_of
 from .plant import Plant
-from .sites import Arrays, SiteMap, discover
+from .sites import Arrays, SiteMap, discover, walk
 from .taps import tapped, tapped_top
 
 
@@ -102,8 +104,6 @@ class Session:
             self._reset()
 
     def _check_rules(self) -> None:
-        from fnmatch import fnmatchcase
-
         takers = [s.name for s in self.sites.sites if s.kind in ("linear", "head")]
         for rule in self._plan.rules:
             if not any(fnmatchcase(name, rule.site) for name in takers):
@@ -136,8 +136,6 @@ class Session:
 
     def module(self, key: str | None) -> Callable[[mx.array], mx.array] | None:
         """The module behind a site's key, as a function; a tied head is the embedding's ``as_linear``."""
-        from .sites import walk
-
         for name, module, _ in walk(self.model):
             if name == key:
                 return module
@@ -381,8 +379,6 @@ def _mask_kind(mask: Any) -> str:
 
 def _compact(forward: Forward) -> Forward:
     """The forward as the head sees it: one column per selected row."""
-    from dataclasses import replace
-
     assert forward.selected is not None
     segments = []
     for segment in forward.segments:

@@ -8,6 +8,8 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from .buffers import memory
+
 Float32 = NDArray[np.float32]
 Int32 = NDArray[np.int32]
 
@@ -30,8 +32,6 @@ def top(logits: Float32, k: int) -> tuple[Int32, Float32]:
 
 def as_float32(logits: mx.array) -> Float32:
     """An evaluated MLX array as float32, exactly (half and bfloat16 are subsets of float32)."""
-    from .buffers import memory
-
     where = memory(logits)
     bits = where.numpy()
     if where.dtype == "BF16":
