@@ -54,8 +54,8 @@ BENCHMARKS = (
     ),
     Benchmark(
         "kernels",
-        "at K = N = 2048 at least as fast as MLX's matmul: ratio at most 1",
-        lambda row: row["ratio"] <= 1 if row["k"] == row["n"] == 2048 else None,
+        "at least MLX's speed, twice that from 8 rows on (median of the shapes)",
+        lambda row: row["times MLX's speed"] >= (2 if row["rows"] >= 8 else 1),
     ),
     Benchmark(
         "compare",

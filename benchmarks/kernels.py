@@ -1,31 +1,54 @@
-"""Times the reference kernels against MLX's own matmul: ``python -m benchmarks.kernels``.
+"""Times every linear reference kernel against stock MLX on the CPU, at the shapes of three models.
 
-The two run in turn, so that whatever else the machine does falls on both; figures are medians, and the ratio
-is the median of the pairs' ratios. Weights are staged beforehand, as in a run.
+Kernel and MLX take turns on the same rows; where MLX needs longer than a moment its time of the same case, taken in
+the same run, serves several kernels. Weights are random and staged beforehand, as in a run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from tabulate import tabulate
 
-from detdiff_kernels import kernel, kernel_names
+from detdiff_kernels import Affine, Dense, Kernel, UnsupportedFormat, Weight, kernel, kernel_names
 
-PAIRS = 15
-# (k, n), rows: the decode shapes that have a target, then the linear layers and the head of SmolLM2-135M.
-CASES = [
-    ((2048, 2048), (1, 8)),
-    ((576, 576), (1, 2, 3, 4, 40)),
-    ((576, 1536), (1, 2, 3, 4, 40)),
-    ((1536, 576), (1, 2, 3, 4, 40)),
-    ((576, 49152), (1, 2, 3, 4)),
-]
+# (k, n) of SmolLM2-135M, Qwen2.5-0.5B and Qwen2.5-7B; the 7B head is left out, it is 5 GB in float32 with its copy.
+SHAPES = (
+    *((576, 576), (576, 192), (576, 1536), (1536, 576), (576, 49152)),
+    *((896, 896), (896, 128), (896, 4864), (4864, 896), (896, 151936)),
+    *((3584, 3584), (3584, 512), (3584, 18944), (18944, 3584)),
+)
+ROWS = (1, 2, 4, 8, 32)
+PAIRS = 5
+SLOW = 0.1  # seconds
+
+
+@dataclass(frozen=True)
+class Case:
+    """A weight, both as MLX multiplies by it and as kernels stage it."""
+
+    k: int
+    n: int
+    format: str
+    native: Callable[[mx.array], mx.array]
+    weight: Weight
+
+
+def _cases() -> Iterator[Case]:
+    random = np.random.default_rng(0)
+    for k, n in SHAPES:
+        dense = random.standard_normal((n, k), dtype=np.float32)
+        held = mx.array(dense)
+        yield Case(k, n, "float32", lambda x, w=held: x @ w.T, Dense(dense))  # type: ignore[misc]
+        packed, scales, biases = mx.quantize(held, 64, 4)
+        affine = Affine(np.asarray(packed), np.asarray(scales), np.asarray(biases), 4, 64)
+        parts = (packed, scales, biases)
+        yield Case(k, n, "4-bit", lambda x, p=parts: mx.quantized_matmul(x, *p, True, 64, 4), affine)  # type: ignore[misc]
 
 
 def _seconds(work: Callable[[], Any]) -> float:
@@ -34,39 +57,51 @@ def _seconds(work: Callable[[], Any]) -> float:
     return perf_counter() - start
 
 
-def _pairs(first: Callable[[], Any], second: Callable[[], Any]) -> list[tuple[float, float]]:
-    first(), second()
-    return [(_seconds(first), _seconds(second)) for _ in range(PAIRS)]
+def _ratios(case: Case) -> Iterator[tuple[str, int, float]]:
+    """(kernel, rows, MLX's time divided by the kernel's) of every kernel that takes the weight."""
+    random = np.random.default_rng(1)
+    slow: dict[int, float] = {}
+    for reference in (kernel(name) for name in kernel_names()):
+        if not isinstance(reference, Kernel):
+            continue
+        try:
+            staged = reference.stage(case.weight)
+        except UnsupportedFormat:
+            continue
+        for m in ROWS:
+            x = random.standard_normal((m, case.k), dtype=np.float32)
+            held = mx.array(x)
+            ours = lambda x=x, w=staged, k=reference: k(x, w)  # type: ignore[misc] # noqa: E731
+            native = lambda x=held: mx.eval(case.native(x))  # type: ignore[misc] # noqa: E731
+            ours()
+            if m in slow:
+                pairs = [(_seconds(ours), slow[m]) for _ in range(PAIRS)]
+            else:
+                first = _seconds(native)
+                if first > SLOW:
+                    slow[m] = median([first, _seconds(native), _seconds(native)])
+                    pairs = [(_seconds(ours), slow[m]) for _ in range(PAIRS)]
+                else:
+                    pairs = [(_seconds(ours), _seconds(native)) for _ in range(PAIRS)]
+            yield reference.name, m, median(theirs / mine for mine, theirs in pairs)
 
 
 def run() -> list[dict[str, Any]]:
-    """One row per kernel and shape: medians in milliseconds, and kernel time divided by MLX's."""
-    random = np.random.default_rng(0)
-    found: list[dict[str, Any]] = []
-    for (k, n), sizes in CASES:
-        weight = random.standard_normal((n, k), dtype=np.float32)
-        native_weight = mx.array(weight)
-        for name in kernel_names():
-            reference, staged = kernel(name), kernel(name).stage(weight)
-            for m in sizes:
-                x = random.standard_normal((m, k), dtype=np.float32)
-                native_x = mx.array(x)
-                pairs = _pairs(
-                    lambda x=x, w=staged, reference=reference: reference(x, w),  # type: ignore[misc]
-                    lambda x=native_x, w=native_weight: mx.eval(mx.matmul(x, w.T)),  # type: ignore[misc]
-                )
-                ours, native = (median(side) for side in zip(*pairs, strict=True))
-                ratio = median(mine / theirs for mine, theirs in pairs)
-                found.append(
-                    {"kernel": name, "m": m, "k": k, "n": n}
-                    | {"kernel_ms": 1e3 * ours, "mlx_ms": 1e3 * native, "ratio": ratio}
-                )
-    return found
-
-
-def main() -> None:
-    print(tabulate(run(), headers="keys", floatfmt=".3f"))
-
-
-if __name__ == "__main__":
-    main()
+    """One row per kernel, format and number of rows: how many times MLX's speed, median and lowest of the shapes."""
+    found: dict[tuple[str, str, int], list[tuple[float, str]]] = {}
+    for case in _cases():
+        for name, m, ratio in _ratios(case):
+            found.setdefault((name, case.format, m), []).append((ratio, f"{case.k} to {case.n}"))
+    rows = []
+    for (name, form, m), ratios in sorted(found.items()):
+        lowest, where = min(ratios)
+        rows.append(
+            {
+                "kernel": name,
+                "weight": form,
+                "rows": m,
+                "times MLX's speed": median(ratio for ratio, _ in ratios),
+            }
+            | {"lowest": lowest, "at": where, "shapes": len(ratios)}
+        )
+    return rows

@@ -27,7 +27,7 @@ from detdiff.commands.sides import Asked, OnToken, named, record_trace, recorded
 IDENTICAL, DIFFERENT, TROUBLE, INCONCLUSIVE = 0, 1, 2, 3
 EXIT_CODES = """\b
 Exit codes:
-  0  identical (compare), done (other commands)
+  0  identical (compare), bits depend on the row alone (probe), done (other commands)
   1  different
   2  trouble: bad arguments or input, interrupted, disk full
   3  inconclusive: nothing comparable, or not everything compared"""
@@ -270,6 +270,55 @@ def show(trace: Path, forwards: bool, sites: bool, partial: bool, as_json: bool)
 
 
 @main.command()
+@click.argument("target", required=False)
+@click.option("--model", help="Instead of TARGET: builtin, a directory or a hub id; each linear shape once.")
+@click.option("--site", help="With --model: this site alone, such as layers.0.mlp.down_proj.")
+@click.option(
+    "--on",
+    metavar="BACKEND",
+    help="native (MLX, the default), numpy, torch, a dispatch profile, a reference kernel, rows or pad:N.",
+)
+@click.option(
+    "--as",
+    "layout",
+    type=click.Choice(["packed", "batch"]),
+    default="packed",
+    show_default=True,
+    help="How M rows lie on MLX: packed [1, M, K], batch [M, 1, K].",
+)
+@click.option("--rows", help="Numbers of rows M, as 1..8,16,32. Default: 1..16, and 1..8 for a whole model.")
+@click.option(
+    "--seeds", type=int, default=3, show_default=True, help="Draws of rows and weights; at least 2."
+)
+@click.option("--array", help="For a function of your own: the arrays that it takes, numpy, mlx or torch.")
+@click.option(
+    "--shape", "k", metavar="K", type=int, help="For a function of your own: how wide its rows are."
+)
+@click.option("--no-time", is_flag=True, help="Take no times.")
+@click.option("--plot", metavar="SVG", type=click.Path(path_type=Path), help="Write a chart as well.")
+@json_option
+def probe(as_json: bool, plot: Path | None, no_time: bool, **options: Any) -> None:
+    """Find at which numbers of rows M an operation's bits change, and what each M costs.
+
+    TARGET is linear:K,N,dtype[,bits[,group_size]], or module:function of your own, which takes an array (rows, K) and
+    returns (rows, ...). Exit code 0: a row's bits depend on nothing but the row; 1: they change with M, position,
+    neighbours or a repeat.
+
+    Example: detdiff probe linear:576,576,float32 --rows 1..8
+    """
+    from detdiff.commands.probe import Asked, answer, answer_json, answer_text, invariant, write_chart
+
+    found = answer(Asked(timed=not no_time, **options), _progress)
+    if plot is not None:
+        write_chart(found, plot)
+    if as_json:
+        _write_json(answer_json(found))
+    else:
+        click.echo(answer_text(found, width=_width()), nl=False)
+    click.get_current_context().exit(IDENTICAL if invariant(found) else DIFFERENT)
+
+
+@main.command()
 @json_option
 def demo(as_json: bool) -> None:
     """Serial against continuous on the built-in model, in under a minute.
@@ -284,6 +333,65 @@ def demo(as_json: bool) -> None:
         return
     for part in text(cases, width=_width()):
         click.echo(part, nl=False)
+
+
+@main.command()
+@click.argument("name", required=False)
+@click.option("--op", type=click.Choice(["linear", "head", "switch", "attention"]), help="Default: linear.")
+@click.option("--m", metavar="RANGE", help="Rows, as 8 or 1..32; of a switch, gathered rows.")
+@click.option("--k", type=click.IntRange(1), help="Inputs of the weight.")
+@click.option("--n", type=click.IntRange(1), help="Outputs of the weight.")
+@click.option("--bits", metavar="BITS", help="Width of the weight, or dense. Default: 4.")
+@click.option("--group-size", type=click.IntRange(1), help="Default: 64.")
+@click.option("--format", help="affine, or a GGUF block such as Q4_K. Default: affine, or dense.")
+@click.option(
+    "--dtype", type=click.Choice(["float32", "float16", "bfloat16"]), help="Of the input. Default: bfloat16."
+)
+@click.option(
+    "--layout",
+    type=click.Choice(["packed", "padded"]),
+    help="Rows as [1, M, K] or as [M, 1, K]. Default: packed.",
+)
+@click.option("--experts", type=click.IntRange(1), help="Of a switch. Default: 8.")
+@click.option("--sorted", is_flag=True, default=None, help="A switch's rows are sorted by expert.")
+@click.option("--query", metavar="RANGE", help="Attention: query length. Default: 1.")
+@click.option("--keys", metavar="RANGE", help="Attention: key length with padding, as 1..4096.")
+@click.option("--head-dim", type=click.IntRange(1), help="Attention. Default: 64.")
+@click.option("--heads", type=click.IntRange(1), help="Attention. Default: 1.")
+@click.option("--kv-heads", type=click.IntRange(1), help="Attention. Default: as many as heads.")
+@click.option("--batch", type=click.IntRange(1), help="Attention: sequences. Default: 1.")
+@click.option("--mask", type=click.Choice(["none", "causal", "array"]), help="Attention. Default: none.")
+@json_option
+def profiles(name: str | None, as_json: bool, **options: Any) -> None:
+    """Say which kernel a dispatch profile takes for which number of rows.
+
+    Without NAME, lists all profiles. NAME may carry parameters, as in mlx-metal:generation=13,letter=d, or be a
+    .toml file of your own. Without a size, shows the profile's rules; with a range, where the kernel changes.
+
+    Example: detdiff profiles mlx-metal --m 1..32 --k 2048 --n 2048
+    """
+    from detdiff.commands import profile_question
+    from detdiff.commands import profiles as answers
+
+    question = profile_question.asked(options)
+    if name is None:
+        if question is not None:
+            raise click.UsageError("The sizes ask about a profile; give its NAME first.")
+        found = answers.listed()
+        text = answers.list_text(found, _width())
+        answer = answers.list_json(found)
+    else:
+        one = answers.opened(name)
+        if question is None:
+            text, answer = answers.profile_text(one, _width()), answers.rules_json(one)
+        else:
+            bands = answers.bands(one, question)
+            text = answers.answer_text(one, question, bands, _width())
+            answer = answers.answer_json(one, question, bands)
+    if as_json:
+        _write_json(answer)
+    else:
+        click.echo(text, nl=False)
 
 
 @main.command("import-gguf")

@@ -23,17 +23,18 @@ from detdiff.trace import Trace
 SCHEMA = "detdiff.demo/1"
 BASE = "layout=packed kernels=candle-metal prefill_chunk=4 split_rows=4"
 SERIAL, CONTINUOUS = "schedule=serial", "schedule=continuous arrivals=0,4"
-FOLLOWER = "And the king said unto the people, Hear ye the word of the LORD, and"
+FOLLOWER = (
+    "And it came to pass, when all the kings of the Amorites, which were on the side of Jordan westward, heard that the "
+    "LORD had dried up the waters of Jordan from before the children of Israel,"
+)
 # Tried in order until one flips: a run's last bits, and with them the flip, depend on the processor.
 ANCHORS = (
-    ("And it came to pass in those days,", 64),
-    ("Behold, the days come, saith the LORD,", 96),
-    ("In the beginning", 128),
+    ("And Moses spake unto the children of Israel, saying,", 64),
+    ("In the beginning", 64),
+    ("Now these are the names of", 128),
 )
-QUIET = ("The LORD is my shepherd;", 32)
-QUIET_FOLLOWER = (
-    "And it came to pass, when all the kings of the Amorites, which were on the side of Jordan westward,"
-)
+QUIET = ("And it came to pass in those days,", 64)
+QUIET_FOLLOWER = "And the king said unto the people, Hear ye the word of the LORD, and"
 HELD = 1024
 OWN = """\
 On your own model, a directory that mlx-lm can load:

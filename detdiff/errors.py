@@ -317,3 +317,47 @@ class Interrupted(DetdiffError):
 
 class ReportNeeded(DetdiffError):
     """An error that detdiff does not expect: a fault of its own, or of a library it calls."""
+
+
+class ProbeError(DetdiffError):
+    """An operation cannot be probed as it was asked for."""
+
+
+class ProbeTargetInvalid(ProbeError):
+    """What should be probed is written in no form that exists, or with sizes that no operation has."""
+
+
+class ProbeRowsInvalid(ProbeError):
+    """The numbers of rows or of seeds are none that a probe can take."""
+
+
+class ProbeBackendUnusable(ProbeError):
+    """There is no such backend, or it cannot run this operation."""
+
+
+class ProbeFunctionMissing(ProbeError):
+    """A user's module or function is not there, cannot be imported, or is not callable."""
+
+
+class ProbeFunctionFailed(ProbeError):
+    """A user's function raised."""
+
+
+class ProbeResultUnusable(ProbeError):
+    """An operation returned something that has not one row for each that it was given."""
+
+
+class ProbeSiteUnknown(ProbeError):
+    """A model has no site of that name, or the site is no operation on rows alone."""
+
+
+class ProfileQuestionError(DetdiffError):
+    """`detdiff profiles` was asked about sizes that are missing, make no range, or do not go with the operation."""
+
+
+class ProfileUnusable(DetdiffError):
+    """A dispatch profile does not exist, breaks a rule, or has no such parameter or value."""
+
+
+class OracleRefused(DetdiffError):
+    """The float64 oracle cannot judge a site: a composite, a form that it does not know, or facts that are missing."""

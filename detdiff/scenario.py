@@ -7,6 +7,7 @@ one form behind both.
 from __future__ import annotations
 
 import os
+import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -90,7 +91,7 @@ class Scenario:
 
     @classmethod
     def from_toml(cls, path: str | Path) -> Scenario:
-        """Read a scenario file. A relative model directory is looked for in the file's own folder.
+        """Read a scenario file. A relative model directory or profile file is looked for in the file's own folder.
 
         Raises ScenarioFileError, and what ``from_dict`` raises, naming the file.
         """
@@ -109,6 +110,8 @@ class Scenario:
             raise ScenarioFileError(f"{path}: this is not a TOML file ({error}); correct it there.") from None
         if isinstance(table.get("model"), str):
             table["model"] = _model_path(table["model"], path.parent)
+        if isinstance(table.get("kernels"), str):
+            table["kernels"] = _profile_path(table["kernels"], path.parent)
         return cls.from_dict(table, where=str(path))
 
     @classmethod
@@ -125,6 +128,8 @@ class Scenario:
             if "arrivals" in keys:
                 _set_arrivals(requests, keys.pop("arrivals"))
         model = _model_path(keys.pop("model", model), Path())
+        if "kernels" in keys:
+            keys["kernels"] = _profile_path(keys["kernels"], Path())
         return cls.from_dict({"model": model, **keys, "request": requests}, where="flags")
 
     @classmethod
@@ -200,6 +205,8 @@ class Scenario:
                 _set_arrivals(requests, changes.pop("arrivals", [0] * len(requests)))
         if "model" in changes:
             changes["model"] = _model_path(changes["model"], Path())
+        if "kernels" in changes:
+            changes["kernels"] = _profile_path(changes["kernels"], Path())
         useless = {
             name
             for key, value in changes.items()
@@ -240,6 +247,12 @@ def _model_path(model: str, folder: Path) -> str:
     path = folder / os.path.expanduser(model)
     # Absolute, so that a trace can be replayed from another folder. What is no directory may be a hub id.
     return os.path.abspath(path) if model.startswith((".", "~")) or path.is_dir() else model
+
+
+def _profile_path(kernels: str, folder: Path) -> str:
+    """A profile as it is, or the absolute path of a profile's file, with the parameters that follow it."""
+    found = re.fullmatch(r"(.*\.toml)((?::.*)?)", kernels, re.DOTALL)
+    return os.path.abspath(folder / os.path.expanduser(found[1])) + found[2] if found else kernels
 
 
 def _set_arrivals(requests: Sequence[dict[str, Any]], arrivals: Sequence[int]) -> None:

@@ -160,7 +160,8 @@ def _bounds(name: str, text: str) -> tuple[int, int | None]:
 
 @dataclass(frozen=True)
 class PathRule:
-    """Calls at a site that matches ``site`` (fnmatch), of a phase and of a size in range take ``path``.
+    """Calls at a site that matches ``site`` (fnmatch), of a phase and of a size in range take ``path``, where its kind
+    of operation can.
 
     ``rows`` and ``second_last`` are ``"4"``, ``"2..8"`` or ``"9.."``. Two rows are [1, 2, K] when packed and
     [2, 1, K] when padded; ``second_last`` is the second-to-last dimension, by which some backends choose, and
@@ -204,7 +205,7 @@ class PathRule:
 @dataclass(frozen=True)
 class KernelPlan:
     """What computes each site: own rules first, then "at most ``split_rows`` rows go row by row", then the
-    profile.
+    profile, by name or file and with its parameters.
 
     The profile ``native`` is none. Whether another one exists is for the kernel library to say.
     Raises ScenarioRangeError.

@@ -113,3 +113,26 @@ def test_sentencepiece_tokenizer_equals_the_original(prefix: bool, tmp_path: Pat
         ids = ours.encode(text)
         assert ids == [original.bos_id(), *original.encode(text)], text
         assert ours.decode(ids[1:]) == text
+
+
+def test_runs_of_spaces_are_one_token_each(tmp_path: Path) -> None:
+    """Gemma's files spell them with real spaces and call them user defined."""
+    pieces = ["<pad>", "<eos>", "<bos>", "<unk>", "  ", "   ", "\u2581", "a", "b"]
+    kinds = [CONTROL, CONTROL, CONTROL, CONTROL, 4, 4, NORMAL, NORMAL, NORMAL]
+
+    def tokenizer(writer: gguf.GGUFWriter) -> None:
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list(pieces)
+        writer.add_token_scores([0.0] * len(pieces))
+        writer.add_token_types(kinds)
+        writer.add_unk_token_id(3)
+        writer.add_bos_token_id(2)
+        writer.add_eos_token_id(1)
+        writer.add_add_space_prefix(False)
+
+    small = small_gguf("gemma3", vocab_size=len(pieces))
+    small.tokenizer = tokenizer
+    import_gguf(small.write(tmp_path / "m.gguf"), tmp_path / "m")
+    ours = load(str(tmp_path / "m")).tokenizer
+    assert ours.encode("a  b   a b") == [2, 7, 4, 8, 5, 7, 6, 8]
+    assert ours.decode([7, 4, 8, 5, 7, 6, 8]) == "a  b   a b"

@@ -1,9 +1,13 @@
-"""Dispatch profiles: what they choose, how they say it, and what a profile file may not contain."""
+"""The profiles that are shipped: what they choose, against statements of the backends' own dispatch in plain Python."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from importlib.resources import files
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -12,24 +16,28 @@ from hypothesis import strategies as st
 from detdiff_kernels import (
     Call,
     Choice,
-    Range,
-    Rule,
-    UnknownKernel,
-    errors,
-    load_profile,
+    attention_order,
+    kernel,
+    kernel_names,
     profile,
     profile_names,
 )
+from detdiff_kernels.profile_file import parse_profile
 
+ROOT = Path(__file__).resolve().parent.parent
 MV, MM = "candle-metal/mv", "candle-metal/mm"
 ONE = "candle-metal: second-to-last dimension 1 -> mv"
 MORE = "candle-metal: second-to-last dimension 2.. -> mm"
-NONE = "candle-metal: no rule -> native"
 
 
 def call(op: str = "linear", rows: int = 1, second_last: int = 1, **rest: object) -> Call:
     shape = {"k": 576, "n": 1536, "dtype": "float32", "bits": 4, **rest}
     return Call(op, rows, second_last, **shape)  # type: ignore[arg-type]
+
+
+def attention(query: int = 1, keys: int = 64, head_dim: int = 64, gqa: int = 1, **rest: Any) -> Call:
+    shape: dict[str, Any] = {"dtype": "bfloat16", "heads": 2 * gqa, "kv_heads": 2, **rest}
+    return Call("attention", query, query, query=query, keys=keys, head_dim=head_dim, **shape)
 
 
 @pytest.mark.parametrize(
@@ -40,15 +48,14 @@ def call(op: str = "linear", rows: int = 1, second_last: int = 1, **rest: object
         ("linear", 2, 1, None, MV, ONE),  # [2, 1, k], a padded decode, stays on mv
         ("linear", 2, 2, None, MM, MORE),  # [1, 2, k], a packed decode, does not
         ("linear", 124, 124, None, MM, MORE),
-        ("switch", 1, 1, None, "native", NONE),
-        ("attention", 8, 8, None, "native", NONE),
         ("linear", 1, 1, 4, MV, ONE),
         ("linear", 3, 3, 4, MV, f"split_rows 4: 3 rows <= 4 -> {ONE}"),
         ("head", 4, 4, 4, MV, f"split_rows 4: 4 rows <= 4 -> {ONE}"),
         ("linear", 5, 5, 4, MM, MORE),
         ("linear", 5, 5, 1024, MV, f"split_rows 1024: 5 rows <= 1024 -> {ONE}"),
         ("linear", 2, 2, 0, MM, MORE),
-        ("attention", 2, 2, 4, "native", NONE),
+        ("switch", 1, 1, None, MV, "candle-metal: m <= experts -> mv"),
+        ("switch", 2, 1, None, MM, "candle-metal: any shape -> mm"),
     ],
 )
 def test_candle_metal_looks_at_the_second_to_last_dimension(
@@ -65,151 +72,321 @@ def test_dense_and_quantised_weights_choose_alike_under_candle_metal() -> None:
     assert chosen == {MV}
 
 
+def test_one_output_is_a_vector_product_in_candle() -> None:
+    assert profile("candle-metal").choose(call(rows=3, second_last=3, n=1, bits=None)).kernel == MV
+    assert profile("candle-metal").choose(call(rows=3, second_last=3, n=1)).kernel == MM
+
+
 @pytest.mark.parametrize("name", profile_names())
 def test_every_shipped_profile_is_valid_and_has_sources(name: str) -> None:
     shipped = profile(name)
-    assert shipped.name == name and shipped.backend and "Metal" in shipped.note
-    assert all(rule.source and rule.tag for rule in shipped.rules)
+    assert shipped.name == name and shipped.backend and "ead in the sources" in shipped.note
+    assert all(one.source and one.tag for one in (*shipped.rules, *shipped.define))
+    assert {one.kernel for one in shipped.rules} <= {*kernel_names(), "native"}
 
 
-def test_an_unknown_profile_names_the_nearest() -> None:
-    with pytest.raises(errors.UnknownProfile, match="'candle'.*did you mean candle-metal"):
-        profile("candle")
+@pytest.mark.parametrize("name", profile_names())
+def test_every_kernel_belongs_to_its_profile_and_does_the_operation(name: str) -> None:
+    for one in profile(name).rules:
+        if one.kernel != "native":
+            assert one.kernel.startswith(f"{name}/")
+            assert (kernel(one.kernel).op == "attention") == (one.op == {"attention"})
 
 
-HEAD = 'name = "mine"\nbackend = "a test"\nnote = "none"\n'
-FIRST = '[[rule]]\nkernel = "candle-metal/mv"\nsource = "here"\ntag = "read"\n'
+def test_all_backends_are_there() -> None:
+    assert set(profile_names()) >= {
+        "batch-invariant", "candle-metal", "flash-split-kv", "ggml-cpu-repack", "ggml-cuda", "ggml-metal", "mlx-cuda",
+        "mlx-metal",
+    }  # fmt: skip
 
 
-def written(tmp_path: Path, text: str) -> Path:
-    path = tmp_path / "mine.toml"
-    path.write_text(text, "utf-8")
-    return path
+# mlx-metal: (K, N both up to 2048, both up to 4096, else), by generation, letter and version.
+LIMITS = {
+    "new": {17: (33, 25, 13), 15: (13, 15, 13), 13: (14, 10, 6), 12: (18, 12, 10)},
+    "old": {15: (18, 12, 10), 13: (14, 10, 6), 12: (18, 12, 10)},
+}
 
 
-def test_all_conditions_hold_or_the_next_rule_is_tried(tmp_path: Path) -> None:
-    text = (
-        f'{HEAD}{FIRST}op = "linear"\nrows = "2..8"\nsecond_last = 2\nk = "512.."\nn = "1..64"\n'
-        'dtype = ["float16", "bfloat16"]\nbits = [4, "dense"]\n'
-        '[[rule]]\nkernel = "pad:8"\nsource = "here"\ntag = "inferred"\nrows = "2.."\n'
+def metal_limit(chip: tuple[int, str, str], k: int, n: int) -> int:
+    generation, letter, version = chip
+    table = LIMITS["new" if version in ("0.32.1", "0.32.4") else "old"]
+    row = (32, 18, 12) if letter == "d" else table[max(low for low in table if low <= generation)]
+    return row[0 if max(k, n) <= 2048 else 1 if max(k, n) <= 4096 else 2]
+
+
+def metal_splits(m: int, n: int, k: int, group: int) -> int:
+    unit = max(group, 32)
+    splits = min(max(1, 512 // (-(-n // 32) * -(-m // 32))), k // unit)
+    while k % (splits * unit):
+        splits -= 1
+    return splits
+
+
+def metal_quantised(chip: tuple[int, str, str], m: int, k: int, n: int, bits: int, group: int) -> str:
+    generation, _, version = chip
+    old = "-0.32.0" if version < "0.32.1" else ""
+    if m >= metal_limit(chip, k, n):
+        split = metal_splits(m, n, k, group) > 1 and version >= "0.31.2"
+        return f"qmm_splitk{old}" if split else f"qmm_t{old}"
+    if k in (64, 128) and bits in (2, 4, 8):
+        return "qmv_quad"
+    if m >= 2 and generation >= 15 and version >= "0.32.0":
+        return "qmv_wide"
+    unit = 256 if bits in (6, 8) and not old else 512
+    return "qmv_fast" if n % 8 == 0 and k % unit == 0 else "qmv"
+
+
+def metal_dense(chip: tuple[int, str, str], m: int, k: int, n: int, dtype: str) -> str:
+    generation, letter, version = chip
+    recent = version >= "0.32.1" and generation >= 15
+    if dtype != "float32" and recent and 2 <= m <= 15 and n >= 2 and k % 4 == 0:
+        return "gemv_wide"
+    if min(m, n) == 1:
+        return "gemv"
+    if generation >= (18 if letter == "p" else 17):
+        most = max(m, n)
+        return "splitk_nax" if k >= 3 * most or (most <= 1024 and k > 2 * most) else "steel"
+    if version < "0.30.1":
+        return "splitk" if (m // 16) * (n // 16) <= 32 and k >= 128 else "steel"
+    tiles = -(-m // 16) * -(-n // 16)
+    return (
+        "splitk" if tiles <= (2048 if letter in "sd" else 1024) and k >= 128 and k >= max(m, n) else "steel"
     )
-    mine = load_profile(written(tmp_path, text))
-    right = {"rows": 2, "second_last": 2, "k": 512, "n": 64, "dtype": "float16", "bits": None}
-    words = "rows 2..8, second-to-last dimension 2, k 512.., n 1..64, bfloat16 or float16, 4-bit or dense"
-    assert mine.choose(call(**right)) == Choice(MV, f"mine: {words} -> {MV}")  # type: ignore[arg-type]
-    wrong = {"op": "head", "rows": 9, "second_last": 1, "k": 511, "n": 65, "dtype": "float32", "bits": 8}
-    for key, value in wrong.items():
-        changed = call(**{**right, key: value})  # type: ignore[arg-type]
-        assert mine.choose(changed) == Choice("pad:8", "mine: rows 2.. -> pad:8"), key
 
 
-def test_split_rows_without_a_kernel_for_one_row_is_the_rows_path(tmp_path: Path) -> None:
-    mine = load_profile(written(tmp_path, f'{HEAD}{FIRST}rows = "2.."\n'))
-    assert mine.choose(call(rows=3, second_last=3)).kernel == MV
-    expected = Choice("rows", "split_rows 4: 3 rows <= 4 -> mine: no rule -> native")
-    assert mine.choose(call(rows=3, second_last=3), split_rows=4) == expected
+chips = st.tuples(
+    st.integers(12, 18),
+    st.sampled_from("pgscd"),
+    st.sampled_from(["0.30.0", "0.31", "0.31.2", "0.32.0", "0.32.1", "0.32.4"]),
+)
+sizes = st.sampled_from([1, 2, 64, 128, 256, 512, 576, 896, 1536, 2048, 2304, 3584, 4096, 4864, 18944])
+
+
+def spec_of(chip: tuple[int, str, str]) -> str:
+    return f"mlx-metal:generation={chip[0]},letter={chip[1]},version={chip[2]}"
+
+
+@given(
+    chips,
+    st.integers(1, 70),
+    sizes.filter(lambda k: k >= 64),
+    sizes,
+    st.sampled_from([2, 3, 4, 5, 6, 8]),
+    st.sampled_from([32, 64]),
+)
+def test_mlx_metal_takes_the_quantised_kernels_of_the_source(
+    chip: tuple[int, str, str], m: int, k: int, n: int, bits: int, group: int
+) -> None:
+    found = profile(spec_of(chip)).choose(Call("linear", m, m, k, n, "bfloat16", bits, group))
+    assert found.kernel == f"mlx-metal/{metal_quantised(chip, m, k, n, bits, group)}", found.rule
+    if "qmm" in found.kernel:
+        assert f"m >= limit ({metal_limit(chip, k, n)})" in found.rule
+
+
+@given(chips, st.integers(1, 70), sizes, sizes, st.sampled_from(["float32", "float16", "bfloat16"]))
+def test_mlx_metal_takes_the_dense_kernels_of_the_source(
+    chip: tuple[int, str, str], m: int, k: int, n: int, dtype: str
+) -> None:
+    found = profile(spec_of(chip)).choose(Call("head", m, m, k, n, dtype))
+    assert found.kernel == f"mlx-metal/{metal_dense(chip, m, k, n, dtype)}", found.rule
+
+
+@given(
+    st.sampled_from("pgscd"),
+    st.integers(1, 20),
+    st.integers(1, 9000),
+    st.sampled_from([32, 64, 80, 96, 128, 192, 256]),
+    st.integers(1, 8),
+)
+def test_mlx_metal_takes_the_attention_kernels_of_the_source(
+    letter: str, query: int, keys: int, head_dim: int, gqa: int
+) -> None:
+    found = profile(f"mlx-metal:letter={letter}").choose(attention(query, keys, head_dim, gqa)).kernel
+    if query <= 8 and query <= keys and query * gqa <= 32 and head_dim in (64, 96, 128, 256):
+        two = (letter in "sd" and keys >= 1024) or (gqa > 1 and keys >= 4096)
+        assert found.startswith("mlx-metal/sdpa_vector_2pass" if two else "mlx-metal/sdpa_vector")
+        assert two or "2pass" not in found
+    elif query > 8 and head_dim in (64, 72, 80, 96, 128):
+        assert found == "mlx-metal/sdpa_steel"
+    else:
+        assert found == "mlx-metal/sdpa_unfused"
 
 
 @pytest.mark.parametrize(
-    ("text", "error", "message"),
+    ("entry", "other", "chip", "shape"),
     [
-        (f"{HEAD}{FIRST}bit = 4\n", errors.UnknownKey, "rule 1 has the key 'bit'.*did you mean bits"),
-        (f"nam = 1\n{HEAD}{FIRST}", errors.UnknownKey, "'nam'.*did you mean name"),
-        (HEAD, errors.MissingKey, "'rule'"),
-        (FIRST, errors.MissingKey, "'name'"),
-        (f'{HEAD}[[rule]]\nkernel = "native"\n', errors.MissingKey, "rule 1 has no 'source'"),
+        ("13 if k <= 2048", "14 if k <= 2048", (15, "s", "0.32.1"), (13, 2048, 2048)),
         (
-            f"{HEAD}{FIRST.replace('/mv', '/mx')}",
-            UnknownKernel,
-            "rule 1.*'candle-metal/mx'.*did you mean candle-metal/m",
+            "generation >= 15 and version",
+            "generation >= 16 and version",
+            (15, "s", "0.32.1"),
+            (13, 2048, 2048),
         ),
-        (f"{HEAD}{FIRST.replace('candle-metal/mv', 'pad:0')}", UnknownKernel, "'pad:0'"),
-        (f"{HEAD}{FIRST.replace('read', 'guess')}", errors.BadValue, "tag = 'guess'"),
-        (f'{HEAD}{FIRST}op = "conv"\n', errors.BadValue, "op = 'conv'"),
-        (f'{HEAD}{FIRST}op = [["linear"]]\n', errors.BadValue, "op ="),
-        (f"{HEAD}{FIRST}op = []\n", errors.BadValue, "empty op"),
-        (f'{HEAD}{FIRST}dtype = "float23"\n', errors.BadValue, "float23.*did you mean float32"),
-        (f'{HEAD}{FIRST}bits = ["four"]\n', errors.BadValue, "bits = 'four'"),
-        (f"{HEAD}{FIRST}bits = true\n", errors.BadValue, "bits = True"),
-        (f"{HEAD}rule = 3\n", errors.BadValue, "no list of rules"),
-        (f"{HEAD}rule = []\n", errors.BadValue, "no list of rules"),
-        (f"name = 3\nbackend = 'b'\nnote = 'n'\n{FIRST}", errors.BadValue, "name = 3"),
-        (f"{HEAD}{FIRST}rows = ", errors.UnreadableProfile, "not valid TOML"),
-        (
-            f"{HEAD}{FIRST}{FIRST}rows = 3\n",
-            errors.UnreachableRule,
-            r"rule 2 \(rows 3 -> .*rule 1 \(any shape\)",
-        ),
-        *(
-            (f"{HEAD}{FIRST}rows = {value}\n", errors.BadRange, "rule 1 has rows = ")
-            for value in (
-                '"8..2"',
-                '"0"',
-                '"..4"',
-                '"a"',
-                '""',
-                "0",
-                "-1",
-                "true",
-                "1.5",
-                '"1-4"',
-                '"1..4.."',
-            )
-        ),
+        ("n % 8 == 0 and k % align", "n % 16 == 0 and k % align", (13, "s", "0.32.1"), (1, 512, 24)),
+        ('version >= "0.32.1" and bits in (6, 8)', "bits in (6, 8)", (13, "s", "0.32.0"), (1, 2304, 576)),
     ],
 )
-def test_a_broken_profile_is_one_clear_error(
-    tmp_path: Path, text: str, error: type[Exception], message: str
+def test_a_planted_threshold_is_told_from_the_source(
+    entry: str, other: str, chip: tuple[int, str, str], shape: tuple[int, int, int]
 ) -> None:
-    path = written(tmp_path, text)
-    with pytest.raises(error, match=message) as caught:
-        load_profile(path)
-    assert str(path) in str(caught.value) and "\n\n" not in str(caught.value)
-    assert isinstance(caught.value, errors.KernelLibraryError)
+    text = (files("detdiff_kernels") / "profiles" / "mlx-metal.toml").read_text("utf-8")
+    assert entry in text
+    planted = parse_profile(text.replace(entry, other), "Planted", kernel_names())
+    values = {"generation": chip[0], "letter": chip[1], "version": chip[2]}
+    m, k, n = shape
+    found = planted.with_parameters(values).choose(Call("linear", m, m, k, n, "bfloat16", 8, 64)).kernel
+    assert found != f"mlx-metal/{metal_quantised(chip, m, k, n, 8, 64)}"
+    right = profile(spec_of(chip)).choose(Call("linear", m, m, k, n, "bfloat16", 8, 64)).kernel
+    assert right == f"mlx-metal/{metal_quantised(chip, m, k, n, 8, 64)}"
 
 
-def test_the_unbroken_twin_loads(tmp_path: Path) -> None:
-    mine = load_profile(written(tmp_path, f"{HEAD}{FIRST}rows = 3\n{FIRST}"))
-    assert [rule.rows for rule in mine.rules] == [Range(3, 3), Range(1, None)]
+@pytest.mark.parametrize(
+    ("spec", "made", "kernel"),
+    [
+        ("mlx-metal", call("switch", 64, experts=8, group_size=64), "mlx-metal/qmv"),
+        ("mlx-metal", call("switch", 64, experts=8, sorted=True, group_size=64), "mlx-metal/qmm_t"),
+        ("mlx-metal", call("switch", 31, experts=8, sorted=True, group_size=64), "mlx-metal/qmv"),
+        ("mlx-metal", call("switch", 15, experts=1, sorted=True, k=512), "mlx-metal/qmv_fast"),
+        ("mlx-metal:version=0.32.0", call("switch", 64, experts=8, sorted=True), "mlx-metal/qmm_t-0.32.0"),
+        ("mlx-metal", call("switch", 64, experts=8, bits=None), "mlx-metal/gemv"),
+        ("mlx-metal", call("switch", 64, experts=8, bits=None, sorted=True), "mlx-metal/steel"),
+        ("mlx-metal:generation=17,letter=g", call(rows=4096, second_last=4096, k=4096, n=4096), "mlx-metal/qmm_t"),
+        ("mlx-metal:generation=17,nax=off", call(rows=16, second_last=16, k=64, n=64, bits=None), "mlx-metal/steel"),
+        ("mlx-metal:nax=on", call(rows=16, second_last=16, k=512, n=16, bits=None), "mlx-metal/splitk_nax"),
+        ("mlx-metal:nax=on,tf32=off", call(rows=16, second_last=16, k=512, n=16, bits=None), "mlx-metal/splitk"),
+        ("mlx-cuda", call(rows=7, second_last=7), "mlx-cuda/qmv"),
+        ("mlx-cuda", call(rows=8, second_last=8), "mlx-cuda/qmm"),
+        ("mlx-cuda", call(rows=2, second_last=2, k=64, group_size=64), "mlx-cuda/qmm"),  # sm90 only
+        ("mlx-cuda:sm=80", call(rows=2, second_last=2, k=64, group_size=64), "mlx-cuda/qmv"),
+        ("mlx-cuda", call(rows=1, bits=None), "mlx-cuda/gemv"),
+        ("mlx-cuda", call(rows=2, second_last=2, bits=None), "mlx-cuda/gemm"),
+        ("mlx-cuda", attention(1, 255), "mlx-cuda/sdpa_vector"),
+        ("mlx-cuda", attention(1, 256), "mlx-cuda/sdpa_cudnn"),
+        ("mlx-cuda", attention(1, 256, mask="array", batch=2), "mlx-cuda/sdpa_unfused"),
+        ("mlx-cuda", attention(1, 1024, dtype="float32"), "mlx-cuda/sdpa_vector"),
+        ("mlx-cuda", attention(1, 1025, dtype="float32"), "mlx-cuda/sdpa_vector_2pass"),
+        ("mlx-cuda", attention(4, 1025, dtype="float32"), "mlx-cuda/sdpa_unfused"),
+        ("mlx-cuda", attention(2, 64, mask="array"), "mlx-cuda/sdpa_cudnn"),
+        ("mlx-cuda:sm=75", attention(16, 64), "mlx-cuda/sdpa_unfused"),
+        ("candle-metal", attention(1, 1023), "candle-metal/sdpa_vector"),
+        ("candle-metal", attention(1, 1024), "candle-metal/sdpa_vector_2pass"),
+        ("candle-metal", attention(2, 1024), "candle-metal/sdpa_full"),
+        ("candle-metal", attention(2, 1024, 48), "native"),
+        ("ggml-metal", call(rows=1, k=640), "ggml-metal/mv"),
+        ("ggml-metal", call(rows=2, k=640), "ggml-metal/mv_ext"),
+        ("ggml-metal", call(rows=3, k=768, format="Q4_K"), "ggml-metal/mv"),
+        ("ggml-metal", call(rows=4, k=768, format="Q4_K"), "ggml-metal/mv_ext"),
+        ("ggml-metal", call(rows=8, k=576), "ggml-metal/mv"),
+        ("ggml-metal", call(rows=8, k=640, bits=None), "ggml-metal/mv_ext"),
+        ("ggml-metal", call(rows=9), "ggml-metal/mm"),
+        ("ggml-metal", call(rows=9, k=32), "ggml-metal/mv"),
+        ("ggml-metal", call("switch", 255), "ggml-metal/mv"),
+        ("ggml-metal", call("switch", 256), "ggml-metal/mm"),
+        ("ggml-metal:active=2", call("switch", 64), "ggml-metal/mm"),
+        ("ggml-metal", attention(19, 64), "ggml-metal/flash_attn_vec"),
+        ("ggml-metal", attention(20, 64), "ggml-metal/flash_attn"),
+        ("ggml-metal", attention(1, 64, 80), "ggml-metal/flash_attn"),
+        ("ggml-cuda", call(rows=8), "ggml-cuda/mmvq"),
+        ("ggml-cuda", call(rows=9), "ggml-cuda/mmq"),
+        ("ggml-cuda:arch=ada", call(rows=8, format="Q4_K"), "ggml-cuda/mmq"),
+        ("ggml-cuda:arch=ampere", call(rows=8, format="Q4_K"), "ggml-cuda/mmvq"),
+        ("ggml-cuda:arch=blackwell", call(rows=6, format="Q4_K"), "ggml-cuda/mmq"),
+        ("ggml-cuda:arch=blackwell", call(rows=7, format="Q6_K", bits=6), "ggml-cuda/mmvq"),
+        ("ggml-cuda:arch=volta", call(rows=63), "ggml-cuda/mmq"),
+        ("ggml-cuda:arch=volta", call(rows=64), "ggml-cuda/cublas"),
+        ("ggml-cuda", call(rows=3, bits=None), "ggml-cuda/mmvf"),
+        ("ggml-cuda", call(rows=4, bits=None), "ggml-cuda/cublas"),
+        ("ggml-cuda:arch=turing", call(rows=4, bits=None), "ggml-cuda/mmvf"),
+        ("ggml-cuda", call(rows=2, bits=None, dtype="bfloat16"), "ggml-cuda/cublas"),
+        ("ggml-cpu-repack", call(rows=3), "ggml-cpu-repack/gemv"),
+        ("ggml-cpu-repack", call(rows=4), "ggml-cpu-repack/gemm"),
+        ("ggml-cpu-repack", call(rows=4, bits=None), "native"),
+        ("flash-split-kv", attention(1, 4096), "flash-split-kv/attention"),
+        ("flash-split-kv", call(), "native"),
+    ],
+)  # fmt: skip
+def test_thresholds_of_the_other_rules(spec: str, made: Call, kernel: str) -> None:
+    assert profile(spec).choose(made).kernel == kernel
 
 
-@pytest.mark.parametrize("content", [None, b"\xff\xfe"])
-def test_an_unreadable_file_is_one_clear_error(tmp_path: Path, content: bytes | None) -> None:
-    path = tmp_path / "mine.toml"
-    if content is not None:
-        path.write_bytes(content)
-    with pytest.raises(errors.UnreadableProfile, match=r"mine\.toml cannot be read"):
-        load_profile(path)
+def test_what_changes_within_a_kernel_is_said() -> None:
+    metal = profile("mlx-metal")
+    texts = {
+        m: metal.choose(call(rows=m, second_last=m, k=896, n=896, group_size=64)).rule for m in (32, 33, 65)
+    }
+    assert [f"splits ({s}) > 1" in texts[m] for m, s in ((32, 14), (33, 7), (65, 2))] == [True] * 3
+    assert "lanes 16" in metal.choose(call(rows=6, bits=None, dtype="bfloat16")).rule
+    assert "warps 2" in profile("ggml-cuda").choose(call(rows=5)).rule
 
 
-ranges = st.builds(
-    lambda low, more: Range(low, None if more is None else low + more),
-    st.integers(1, 3),
-    st.none() | st.integers(0, 2),
+BLOCKS = [
+    ("s", 1024, 16, 64), ("s", 1025, 4, 64), ("s", 1025, 5, 128), ("s", 8193, 5, 256), ("s", 32769, 5, 512), ("s", 65537, 5, 1024),
+    ("d", 8192, 2, 128), ("d", 8193, 2, 256), ("d", 16384, 5, 128), ("d", 16384, 6, 512), ("d", 65536, 6, 1024),
+    ("g", 4096, 4, 64), ("g", 4096, 3, 32), ("p", 65536, 3, 32),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("letter", "keys", "gqa", "blocks"), BLOCKS)
+def test_the_two_pass_kernel_is_handed_its_blocks(letter: str, keys: int, gqa: int, blocks: int) -> None:
+    found = profile(f"mlx-metal:letter={letter}").choose(attention(1, keys, gqa=gqa))
+    assert found.kernel == "mlx-metal/sdpa_vector_2pass" and found.arguments == (("blocks", blocks),)
+    assert found.rule.endswith(f", blocks {blocks} -> sdpa_vector_2pass")
+    assert attention_order.blocks(letter, gqa, keys) == blocks
+
+
+@pytest.mark.parametrize(
+    ("version", "kernels"),
+    [
+        ("0.30.3", ("sdpa_vector_2pass-0.30.3", "sdpa_steel-0.30.6")),
+        ("0.30.6", ("sdpa_vector_2pass", "sdpa_steel-0.30.6")),
+        ("0.31", ("sdpa_vector_2pass", "sdpa_steel")),
+    ],
 )
-rules = st.builds(
-    Rule,
-    kernel=st.just("native"),
-    source=st.just("here"),
-    tag=st.just("read"),
-    op=st.frozensets(st.sampled_from(["linear", "head", "switch", "attention"]), min_size=1),
-    rows=ranges,
-    second_last=ranges,
-    dtype=st.none() | st.frozensets(st.sampled_from(["float32", "float16"]), min_size=1),
-    bits=st.none() | st.frozensets(st.sampled_from([None, 4]), min_size=1),
+def test_old_versions_have_attention_kernels_of_their_own(version: str, kernels: tuple[str, str]) -> None:
+    old = profile(f"mlx-metal:version={version}")
+    assert [old.choose(attention(query, 2048)).kernel for query in (1, 16)] == [
+        f"mlx-metal/{name}" for name in kernels
+    ]
+
+
+@given(st.integers(1, 40))
+def test_repacked_rows_take_gemm_by_whole_fours(rows: int) -> None:
+    parts = profile("ggml-cpu-repack").parts(call(rows=rows, second_last=rows))
+    found = [part.choice.kernel for part in parts for _ in range(part.first, part.last)]
+    assert found == [f"ggml-cpu-repack/{'gemm' if row < rows - rows % 4 else 'gemv'}" for row in range(rows)]
+
+
+@given(
+    st.sampled_from(["linear", "head", "switch"]),
+    st.integers(1, 5000),
+    sizes,
+    sizes,
+    st.sampled_from([None, 4, 8]),
 )
-CALLS = [
-    call(op, rows, second_last, dtype=dtype, bits=bits)
-    for op, rows, second_last, dtype, bits in product(
-        ("linear", "head", "switch", "attention"),
-        range(1, 7),
-        range(1, 7),
-        ("float32", "float16", "bfloat16"),
-        (None, 4, 8),
+def test_nothing_changes_under_batch_invariant(op: str, m: int, k: int, n: int, bits: int | None) -> None:
+    chosen = profile("batch-invariant")
+    assert chosen.choose(call(op, m, m, k=k, n=n, bits=bits)).kernel == "batch-invariant/mm"
+    assert chosen.choose(attention(m, m + k)).kernel == "batch-invariant/attention"
+
+
+def test_choosing_loads_no_compiler() -> None:
+    program = (
+        "import sys, detdiff_kernels as k; k.profile('mlx-metal').choose(k.Call('linear', 1)); "
+        "assert not {'numba', 'mlx'} & set(sys.modules)"
     )
-]
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
-@given(rules, rules)
-def test_a_rule_covers_another_exactly_when_it_takes_all_its_calls(one: Rule, other: Rule) -> None:
-    assert one.covers(other) == all(one.takes(each) for each in CALLS if other.takes(each))
+def test_a_choice_is_remembered() -> None:
+    chosen = profile("mlx-metal")
+    assert chosen.choose(call(rows=9)) is chosen.choose(call(rows=9))
+
+
+def test_the_page_of_profiles_is_up_to_date() -> None:
+    done = subprocess.run([sys.executable, "tools/profile_docs.py", "--check"], cwd=ROOT, check=False)
+    assert done.returncode == 0, "run `python tools/profile_docs.py`"
+    text = (ROOT / "docs" / "profiles.md").read_text(encoding="utf-8")
+    sections = text.split("\n## ")
+    for name in profile_names():
+        (section,) = (part for part in sections if part.startswith(f"{name}\n"))
+        assert "```text" in section and all(one.source in section for one in profile(name).rules)

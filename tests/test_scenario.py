@@ -289,3 +289,32 @@ def test_the_page_names_every_key_and_its_file_and_flags_can_be_run(tmp_path: Pa
     assert files and all(Scenario.from_toml(written(tmp_path, text)) for text in files)
     flags = re.findall(r'--[ab] "([^"]*)"', page)
     assert flags and all(Scenario.from_flags("builtin", ["a", "b"], text) for text in flags)
+
+
+@pytest.mark.parametrize(
+    ("given", "folder", "rest"),
+    [
+        ("mine.toml", "", ""),
+        ("./sub/mine.toml", "sub/", ""),
+        ("../mine.toml:chip=3,letter=s", "../", ":chip=3,letter=s"),
+    ],
+)
+def test_a_profiles_file_is_looked_for_beside_the_scenario(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, folder: str, rest: str
+) -> None:
+    home = tmp_path / "scenarios"
+    home.mkdir()
+    (home / "s.toml").write_text(f'model = "builtin"\nkernels = "{given}"\n[[request]]\nprompt = "a"\n')
+    expected = str((home / f"{folder}mine.toml").resolve()) + rest
+    read = Scenario.from_toml(home / "s.toml")
+    assert read.kernels.profile == expected
+    # A flag means the folder that the command runs in, and a path that is whole already stays.
+    monkeypatch.chdir(home)
+    flags = Scenario.from_flags("builtin", ["a"], f"kernels={given}")
+    assert flags.kernels.profile == read.with_changes(kernels=given).kernels.profile == expected
+    assert Scenario.from_dict(read.to_dict()) == read.with_changes(max_tokens=64) == read
+
+
+def test_a_profiles_name_and_parameters_stay_as_they_are() -> None:
+    spec = "mlx-metal:generation=15,letter=s,version=0.32.0"
+    assert Scenario.from_flags("builtin", ["a"], f"kernels={spec}").kernels.profile == spec

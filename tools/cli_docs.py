@@ -27,8 +27,8 @@ As diff(1) does, so that a script can ask:
 
 | code | meaning |
 |---|---|
-| 0 | `compare`: identical. Other commands: done |
-| 1 | `compare`: different |
+| 0 | `compare`: identical. `probe`: a row's bits depend on the row alone. Other commands: done |
+| 1 | `compare`: different. `probe`: bits depend on something else |
 | 2 | trouble: bad arguments or input, an interrupt, a full disk, a fault of detdiff |
 | 3 | `compare`: inconclusive. Nothing could be compared, or nothing differs and not everything could be compared |
 
@@ -45,7 +45,10 @@ With `--json` the answer goes to stdout as one JSON object, whose `schema` names
 |---|---|
 | `compare` | `detdiff.divergence/1` |
 | `record`, `show` | `detdiff.trace-summary/1`: what the text shows; `groups` are consecutive forwards with equal composition and kernel paths; `each_forward` and `each_site` (name, kind and layer of every site) are there with `--forwards` and `--sites` |
+| `probe` | `detdiff.probe/1`, and `detdiff.probe-sweep/1` for a model; [the page about it](probe.md) has the keys |
 | `demo` | `detdiff.demo/1`: `cases`, each with `title`, `anchor` and `divergence` |
+| `profiles` | `detdiff.profiles/1`: `profiles`, each with `name`, `backend`, `note`, `parameters`, `rules`, `tags` |
+| `profiles NAME` | `detdiff.profile/1`: the same and `each_rule`; with a size `axis` (m, keys or query), `call`, `thresholds` (the sizes at which the kernel, or a value it works by, changes) and `bands` (`first`, `last`, and `parts` with rows, `kernel`, `rule`, `source`, `tag`) |
 | `import-gguf` | `detdiff.import/1` |
 | any, on an error | `detdiff.error/1`: `error` (the broken rule), `message`, `exit_code` |
 """

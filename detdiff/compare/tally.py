@@ -16,7 +16,7 @@ from .scan import Block
 
 Int64 = NDArray[np.int64]
 
-Plans = Callable[[Int64], tuple[Int64, Int64]]
+Calls = Callable[[Int64, int], tuple[Int64, Int64]]
 
 _WAITING_BYTES: Final = 32 << 20
 _LOW: Final = (1 << 32) - 1
@@ -31,14 +31,14 @@ class Tally:
     ``layer_differing`` and ``layer_compared`` int64 [r, layers].
     ``carried``, ``lasting``, ``touched`` int64 [r, s], and ``pending`` [r, s + 1] with ROOT last, hold the smallest
     position << 32 | row place at which that happened, or NEVER; so does ``differs`` [r, cache and state sites] for
-    entries. ``counts`` counts origins by (request, plan a, plan b, site).
+    entries. ``counts`` counts origins by (request, call a, call b, site).
     ``first`` holds per request (forward a, place of the first differing site, row place, site) of the first origin.
     """
 
-    def __init__(self, ports: CommonPorts, pairs: RowPairs, requests: int, plans: Plans) -> None:
-        """``plans`` gives the kernel plan numbers of row pairs in both runs; it is asked only where origins are."""
+    def __init__(self, ports: CommonPorts, pairs: RowPairs, requests: int, calls: Calls) -> None:
+        """``calls`` numbers, for row pairs and a site's place, the kernel calls of both runs; only origins ask it."""
         rows, sites = len(pairs), len(ports.sites)
-        self._ports, self._pairs, self._plans = ports, pairs, plans
+        self._ports, self._pairs, self._calls = ports, pairs, calls
         self.differing = np.zeros(rows, dtype=np.int32)
         self.compared = np.zeros(rows, dtype=np.int32)
         self.origins = np.zeros(rows, dtype=np.int32)
@@ -172,13 +172,12 @@ class Tally:
         """Count an origin at the site ``place`` (or ROOT) in ``rows`` of one request; ``at`` orders them by site."""
         number = int(self._pairs.request[rows[0]])
         self.origins[rows] += 1
-        plan_a, plan_b = self._plans(rows)
         site = at if place == ROOT else np.full(len(rows), place)
         for where in np.unique(site).tolist():
-            here = site == where
-            found, counts = np.unique((plan_a[here] << 32) | plan_b[here], return_counts=True)
-            for plans, count in zip(found.tolist(), counts.tolist(), strict=True):
-                self.counts[number, plans >> 32, plans & _LOW, where] += count
+            call_a, call_b = self._calls(rows[site == where], where)
+            found, counts = np.unique((call_a << 32) | call_b, return_counts=True)
+            for calls, count in zip(found.tolist(), counts.tolist(), strict=True):
+                self.counts[number, calls >> 32, calls & _LOW, where] += count
         forward = forward_a[rows]
         leading = np.flatnonzero(forward == forward.min())
         n = leading[np.lexsort((rows[leading], at[leading]))[0]]

@@ -21,8 +21,9 @@ from detdiff.errors import LayoutError
 from detdiff.instrument import Session
 from detdiff.instrument.buffers import memory
 from detdiff.instrument.forward import Forward
-from detdiff.instrument.paths import StagedWeights
+from detdiff.instrument.paths import Taken
 from detdiff.instrument.sites import Arrays, SiteMap
+from detdiff.instrument.weights import StagedWeights
 from detdiff.scenario import KernelPlan
 
 from .packed import PackedEngine, Share
@@ -72,7 +73,7 @@ class _Rows:
         (probe,) = (s for s in self._forward.segments if s.request == 0)
         return probe.column + probe.count - 1
 
-    def call(self, key: str, rows: int, second_last: int, path: str, rule: str) -> None: ...
+    def call(self, key: str, taken: Taken) -> None: ...
     def cache_call(self, key: str, keys: mx.array, values: mx.array, calls: Any) -> None: ...
     def mask(self, layer: int | None, kind: str) -> None: ...
     def block_done(self, key: str) -> None: ...

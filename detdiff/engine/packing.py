@@ -15,6 +15,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from detdiff.errors import LayoutError
 from detdiff.instrument import Session
+from detdiff.instrument.session import Attend
 
 
 class _Opaque:
@@ -127,7 +128,7 @@ class Splitter:
         ]
         return mx.concatenate(parts, axis=2)
 
-    def attention(self, native: Callable[..., Any], args: Any, kw: Any) -> mx.array:
+    def attention(self, attend: Attend, args: Any, kw: Any) -> mx.array:
         names = ("queries", "keys", "values", "cache", "scale", "mask", "sinks")
         given = {**dict(zip(names, args, strict=False)), **kw}
         keys, values, cache = given["keys"], given["values"], given.get("cache")
@@ -139,10 +140,12 @@ class Splitter:
         lanes = cache.lanes if isinstance(cache, PackedCache) else (None,) * len(self.counts)
         rest = {k: v for k, v in given.items() if k not in ("queries", "keys", "values", "cache", "mask")}
         queries = self._split(given["queries"], "the query")
-        parts = [
-            native(q, k, v, cache=lane, mask=mask, **rest)
-            for q, k, v, lane, mask in zip(queries, keys.parts, values.parts, lanes, masks.masks, strict=True)
-        ]
+        parts = []
+        column = 0
+        for q, k, v, lane, mask in zip(queries, keys.parts, values.parts, lanes, masks.masks, strict=True):
+            columns = range(column, column + q.shape[2])
+            parts.append(attend(columns, (q, k, v), {"cache": lane, "mask": mask, **rest}))
+            column = columns.stop
         return mx.concatenate(parts, axis=2)
 
 

@@ -4,11 +4,19 @@ rebuilt."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from detdiff.gguf_import.vocabulary import BYTE, CONTROL, UNUSED, Vocabulary
 
 SPACE = "\u2581"
+
+
+def visible_spaces(vocabulary: Vocabulary) -> Vocabulary:
+    """The vocabulary with runs of spaces, which gemma's files write with real spaces, spelled as they are met after
+    normalising."""
+    pieces = [SPACE * len(piece) if piece.strip(" ") == "" else piece for piece in vocabulary.tokens]
+    return replace(vocabulary, tokens=pieces)
 
 
 def sentencepiece_bpe(vocabulary: Vocabulary, by_score: bool) -> Any:
@@ -19,8 +27,7 @@ def sentencepiece_bpe(vocabulary: Vocabulary, by_score: bool) -> Any:
     """
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-    # Gemma's runs of spaces are written with real spaces, and are met as the visible sign after normalising.
-    pieces = [SPACE * len(piece) if piece.strip(" ") == "" else piece for piece in vocabulary.tokens]
+    pieces = vocabulary.tokens
     ids = {piece: number for number, piece in enumerate(pieces)}
     unknown = vocabulary.special("unknown")
     tokenizer = Tokenizer(

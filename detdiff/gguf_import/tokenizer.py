@@ -9,7 +9,7 @@ from typing import Any
 from detdiff.errors import GgufCorrupt, GgufUnsupported
 from detdiff.gguf_import.bpe import byte_level_bpe
 from detdiff.gguf_import.container import GgufFile
-from detdiff.gguf_import.spm import sentencepiece_bpe
+from detdiff.gguf_import.spm import sentencepiece_bpe, visible_spaces
 from detdiff.gguf_import.vocabulary import CONTROL, USER_DEFINED, Vocabulary, read_vocabulary
 
 # Byte-level rules whose engines put the begin token before every text unless the file says otherwise.
@@ -56,6 +56,7 @@ def _build(file: GgufFile, vocabulary: Vocabulary) -> Any:
             begin = file.metadata.get("tokenizer.ggml.pre") in BEGIN_BY_DEFAULT
         elif kind == "llama":
             gemma = file.metadata["general.architecture"] == "gemma3"
+            vocabulary = visible_spaces(vocabulary)
             tokenizer, begin = sentencepiece_bpe(vocabulary, by_score=not gemma), True
         else:
             raise GgufUnsupported(

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .buffers import handle
+from .paths import Taken
 from .sites import Arrays, SiteMap
 
 PHASES = ("prefill", "decode")
@@ -121,7 +122,7 @@ class ForwardRecord:
     """Handles on everything that the taps saw in one forward, kept until it is digested.
 
     ``arrays`` are by port; ``states`` are those of them that are recurrent states (one row a slot, no row
-    axis). ``finished`` and ``events`` hold what was digested before the forward ended, to bound memory.
+    axis). ``calls`` are the kernel paths taken, by site. ``finished`` and ``events`` hold what was digested before the forward ended, to bound memory.
     """
 
     forward: Forward
@@ -132,7 +133,7 @@ class ForwardRecord:
     caches: list[CacheCall] = field(default_factory=list)
     finished: list[Any] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
-    calls: list[tuple[int, int, int, str, str]] = field(default_factory=list)
+    calls: dict[int, list[Taken]] = field(default_factory=dict)
     bookkeeping: list[dict[str, Any]] = field(default_factory=list)
     masks: dict[int, str] = field(default_factory=dict)
     logits: mx.array | None = None

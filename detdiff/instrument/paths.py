@@ -1,46 +1,84 @@
-"""The kernel plan at work: which path a linear site takes in a forward, and running it."""
+"""The kernel plan at work: which path a call takes, and the rule that chose it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, Literal
-
-import mlx.core as mx
-import numpy as np
-from mlx.nn.layers.base import Module
-from numpy.typing import NDArray
+from typing import NamedTuple
 
 from detdiff.errors import KernelPlanError
 from detdiff.scenario import KernelPlan, PathRule
-from detdiff_kernels import Call, Kernel, Profile, Staged, forced, kernel, kernel_names, profile
+from detdiff.trace import Site
+from detdiff_kernels import Call, Choice, Profile, kernel, kernel_names, profile
 
 NATIVE = "native"
-
-StagedWeights = dict[tuple[int, str], tuple[Module, Staged]]  # by (id of the module, kernel)
+OPS = ("linear", "head", "switch", "attention")  # the kinds of sites that a kernel path can be chosen for
+BY_ROWS = ("linear", "head", "switch")  # what can be run row by row, or padded to more rows
+_REMEMBERED = 1 << 14
 
 
 @dataclass(frozen=True)
 class Path:
-    """A kernel path by its full name (native, forced/…, reference/…), and the rule that chose it."""
+    """A kernel path by its full name (native, forced/…, reference/…), and the rule that chose it.
+
+    ``asked`` says that a rule of the scenario names it, so that another one would be a run that nobody asked for.
+    """
 
     name: str
     rule: str
+    asked: bool = False
+
+    @property
+    def kernel(self) -> str | None:
+        """The reference kernel's name, or None."""
+        family, _, name = self.name.partition("/")
+        return name if family == "reference" else None
+
+    def left_native(self, reason: str) -> Path:
+        """The native path, with the reason why this one is not taken. Raises KernelPlanError for one that is asked for."""
+        if self.asked:
+            raise KernelPlanError(f"{self.rule} cannot be done: {reason} Correct the rule, or remove it.")
+        return Path(NATIVE, f"{self.rule}; not taken, so native: {reason}")
 
 
-class PathRunner:
-    """Chooses and runs the kernel path of every linear call under one plan.
+class Span(NamedTuple):
+    """Flat rows ``first`` to ``last`` - 1 of a call, and their path."""
+
+    first: int
+    last: int
+    path: Path
+
+
+class Place(NamedTuple):
+    """Where a call is made: the site's name, its kind of operation, the forward's phase."""
+
+    site: str
+    op: str
+    phase: str
+
+
+class Taken(NamedTuple):
+    """A path that was taken, as it is recorded. ``rows`` and ``second_last`` are None for a call per request;
+    ``at`` are the call's flat rows it was taken for, None for all."""
+
+    rows: int | None
+    second_last: int | None
+    path: str
+    rule: str
+    at: range | None = None
+
+
+class PathChooser:
+    """Chooses the kernel path of every call under one plan.
 
     Raises KernelPlanError for a path or profile that does not exist.
     """
 
-    def __init__(self, plan: KernelPlan, staged: StagedWeights | None = None) -> None:
-        """``staged`` keeps what kernels make of weights from one runner of a model to the next."""
+    def __init__(self, plan: KernelPlan) -> None:
         self._plan = plan
         self._profile: Profile | None = _profile(plan.profile) if plan.profile else None
-        self._staged: StagedWeights = {} if staged is None else staged
-        self._kernels: dict[str, Kernel] = {}
+        self._known: dict[tuple[Place | None, Call], tuple[Span, ...]] = {}
         for rule in plan.rules:
             self._check(rule)
 
@@ -51,65 +89,59 @@ class PathRunner:
 
     def _check(self, rule: PathRule) -> None:
         path = rule.path
-        if path in (NATIVE, "rows") or path.startswith("pad:"):
-            return
-        if path not in kernel_names():
+        if path != NATIVE and not _forced(path) and path not in kernel_names():
             raise KernelPlanError(
                 f"A rule for {rule.site!r} names the kernel path {path!r}; expected native, rows, pad:N or one of "
                 f"{', '.join(kernel_names())}. Correct the path."
             )
 
-    def choose(self, site: str, phase: str, call: Call) -> Path:
-        """The path of one call at ``site`` in a forward of this ``phase`` (prefill, decode or mixed)."""
+    def check_sites(self, sites: Sequence[Site]) -> None:
+        """Raises KernelPlanError for a rule that no site of the model can follow."""
+        takers = [site for site in sites if site.kind in OPS]
+        for rule in self._plan.rules:
+            matching = [site for site in takers if fnmatchcase(site.name, rule.site)]
+            if not matching:
+                raise KernelPlanError(
+                    f"The rule for site {rule.site!r} matches none of the {len(takers)} sites of this model that have a "
+                    f"kernel path (for example {takers[0].name if takers else 'none'}). Correct the pattern, or remove "
+                    "the rule."
+                )
+            if not any(_fits(rule.path, site.kind) for site in matching):
+                first = matching[0]
+                raise KernelPlanError(
+                    f"The rule for site {rule.site!r} names the path {rule.path}, which {first.name} ({first.kind}) cannot "
+                    f"take; expected {_expected(first.kind)}. Correct the path or the pattern."
+                )
+
+    def choose(self, place: Place, call: Call) -> tuple[Span, ...]:
+        """The paths of one call's rows, first to last; mostly one for all."""
+        # Without rules a site's name and the phase decide nothing, so that all layers share what is known.
+        key = (place if self._plan.rules else None, call)
+        found = self._known.get(key)
+        if found is None:
+            if len(self._known) >= _REMEMBERED:
+                self._known.clear()
+            found = self._known[key] = self._chosen(place, call)
+        return found
+
+    def _chosen(self, place: Place, call: Call) -> tuple[Span, ...]:
         for rule in self._plan.rules:
             if (
-                fnmatchcase(site, rule.site)
-                and rule.phase in ("any", phase)
-                and rule.holds(call.rows, call.second_last)
+                fnmatchcase(place.site, rule.site)
+                and rule.phase in ("any", place.phase)
+                and rule.holds(call.rows * call.batch, call.second_last)
+                and _fits(rule.path, call.op)
             ):
                 text = f"rule: site {rule.site}, phase {rule.phase}, rows {rule.rows} -> {rule.path}"
-                return Path(_full_name(rule.path), text)
+                return (Span(0, call.rows, Path(_full_name(rule.path), text, asked=True)),)
         split = self._plan.split_rows
         if self._profile is not None:
-            choice = self._profile.choose(call, split_rows=split)
-            return Path(_full_name(choice.kernel), choice.rule)
-        if split is not None and 1 < call.rows <= split:
-            return Path("forced/rows", f"split_rows {split}: {call.rows} rows <= {split} -> row by row")
-        return Path(NATIVE, "")
-
-    def run(self, path: Path, native: Callable[..., Any], module: Module, x: mx.array) -> mx.array:
-        """The output of ``module`` for ``x`` [..., K], computed on ``path``."""
-        family, _, rest = path.name.partition("/")
-        y: mx.array
-        if family == NATIVE:
-            y = native(x)
-            return y
-        if family == "forced":
-            if rest == "rows":
-                y = forced.rows(native, x, mx)
-            else:
-                y = forced.padded(native, x, int(rest.removeprefix("pad:")), mx)
-            return y
-        return self._reference(rest, module, x)
-
-    def _reference(self, name: str, module: Module, x: mx.array) -> mx.array:
-        staged = self._stage(name, module)
-        flat = np.asarray(mx.contiguous(x.astype(mx.float32))).reshape(-1, x.shape[-1])
-        y = mx.array(self._kernel(name)(flat, staged)).reshape(*x.shape[:-1], -1).astype(x.dtype)
-        return y + module["bias"] if "bias" in module else y
-
-    def _kernel(self, name: str) -> Kernel:
-        if name not in self._kernels:
-            self._kernels[name] = kernel(name)
-        return self._kernels[name]
-
-    def _stage(self, name: str, module: Module) -> Staged:
-        found = self._staged.get((id(module), name))
-        if found is None:
-            # The module is kept beside its staged weight so that its id cannot be given to another one.
-            staged = self._kernel(name).stage(dense_weight(module))
-            found = self._staged[id(module), name] = (module, staged)
-        return found[1]
+            parts = self._profile.parts(call, split_rows=split)
+            return tuple(Span(part.first, part.last, _path(part.choice, call.op)) for part in parts)
+        if split is not None and 1 < call.rows <= split and call.op in ("linear", "head"):
+            path = Path("forced/rows", f"split_rows {split}: {call.rows} rows <= {split} -> row by row")
+            return (Span(0, call.rows, path),)
+        return (Span(0, call.rows, Path(NATIVE, "")),)
 
 
 def _profile(name: str) -> Profile:
@@ -119,34 +151,30 @@ def _profile(name: str) -> Profile:
         raise KernelPlanError(f"{error}") from error
 
 
+def _path(choice: Choice, op: str) -> Path:
+    path = Path(_full_name(choice.kernel), choice.rule)
+    return path if _fits(choice.kernel, op) else path.left_native(f"{choice.kernel} cannot run {op} calls.")
+
+
+def _forced(path: str) -> bool:
+    return path == "rows" or path.startswith("pad:")
+
+
+def _fits(path: str, op: str) -> bool:
+    if path == NATIVE:
+        return True
+    if _forced(path):
+        return op in BY_ROWS
+    return (kernel(path).op == "attention") == (op == "attention")
+
+
+def _expected(op: str) -> str:
+    kernels = [name for name in kernel_names() if _fits(name, op)]
+    forced = "native, rows, pad:N" if op in BY_ROWS else "native"
+    return f"{forced} or one of {', '.join(kernels)}" if kernels else forced
+
+
 def _full_name(path: str) -> str:
     if path == NATIVE:
         return path
-    if path == "rows" or path.startswith("pad:"):
-        return f"forced/{path}"
-    return f"reference/{path}"
-
-
-def dense_weight(module: Module) -> NDArray[np.float32]:
-    """The weight of a linear, quantised linear or embedding module as float32 [N, K]."""
-    weight = module["weight"]
-    if "scales" in module:
-        biases = module.get("biases")
-        weight = mx.dequantize(
-            weight,
-            module["scales"].astype(mx.float32) if module.mode == "affine" else module["scales"],
-            biases.astype(mx.float32) if biases is not None else None,
-            group_size=module.group_size,
-            bits=module.bits,
-            mode=module.mode,
-        )
-    return np.asarray(mx.contiguous(weight.astype(mx.float32)))
-
-
-def call_of(x: mx.array, module: Module, op: Literal["linear", "head"], outputs: int) -> Call:
-    """The dispatch facts of a linear call: rows M, second-to-last dimension, K, N, dtype, bits."""
-    width = x.shape[-1]
-    second_last = x.shape[-2] if x.ndim > 1 else 1
-    dtype = str(x.dtype).rpartition(".")[2]
-    bits = int(module.bits) if "scales" in module else None
-    return Call(op, x.size // width, second_last, width, outputs, dtype, bits)
+    return f"forced/{path}" if _forced(path) else f"reference/{path}"

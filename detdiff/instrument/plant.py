@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
 if TYPE_CHECKING:
     from .forward import Forward
+    from .sites import SiteMap
 
 _BITS = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32}
 
@@ -56,3 +58,39 @@ def _moved(value: mx.array, slot: int, column: int, axis: int, element: int) -> 
     largest = mx.abs(value[key]) == mx.finfo(value.dtype).max
     bits[key] = mx.where(largest, old - 1, old + 1)
     return bits.view(value.dtype)
+
+
+class Planter:
+    """Applies plants to what the sites of a model give."""
+
+    def __init__(self, plants: Iterable[Plant] = ()) -> None:
+        self._plants = tuple(plants)
+
+    def __bool__(self) -> bool:
+        return bool(self._plants)
+
+    def apply(self, sites: SiteMap, key: str, port: str, value: Any, forward: Forward) -> Any:
+        """``value``, with the elements moved that plants of this port name; no array is left as it is."""
+        if not isinstance(value, mx.array):
+            return value
+        place = sites.index.get(key)
+        axis = sites.axes.get(sites.ports.get((key, port), -1))
+        if place is None or axis is None:
+            return value
+        if key in ("logits", sites.head) and forward.selected is not None:
+            forward = _compact(forward)
+        for plant in self._plants:
+            value = plant.apply(sites.sites[place].name, port, value, axis, forward)
+        return value
+
+
+def _compact(forward: Forward) -> Forward:
+    """The forward as the head sees it: one column per selected row."""
+    assert forward.selected is not None
+    segments = []
+    for segment in forward.segments:
+        for i, column in enumerate(forward.selected):
+            if 0 <= column - segment.column < segment.count:
+                start = segment.start + column - segment.column
+                segments.append(replace(segment, start=start, count=1, column=i))
+    return replace(forward, segments=tuple(segments))

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from detdiff.scenario import Capture
-from detdiff.trace import Generated, Lens, TraceWriter, format_ranges
+from detdiff.trace import Generated, Lens, TraceWriter
 
 from .bookkeeping import describe, summarise
 from .columns import Selection
@@ -20,15 +20,11 @@ from .device_digest import device_entries, device_rows
 from .digesting import Digester
 from .entries import cache_call
 from .forward import Forward, ForwardRecord, RowTable
+from .paths import Taken
+from .plan_calls import plan_calls
 from .sites import Arrays, SiteMap
 from .topk import as_float32, top
 
-PER_REQUEST = (
-    "rope",
-    "attention",
-    "cache_write",
-    "cache_read",
-)  # a packed forward calls these request by request
 LAG = 2  # forwards whose digests wait: mlx-lm computes one ahead, so older ones are surely evaluated
 
 
@@ -114,9 +110,9 @@ class Recorder:
                 self._sites.ports[key, name] for name, _ in outputs if (key, name) in self._sites.ports
             )
 
-    def call(self, key: str, rows: int, second_last: int, path: str, rule: str) -> None:
+    def call(self, key: str, taken: Taken) -> None:
         if self._record is not None:
-            self._record.calls.append((self._sites.index[key], rows, second_last, path, rule))
+            self._record.calls.setdefault(self._sites.index[key], []).append(taken)
 
     def cache_call(self, key: str, keys: mx.array, values: mx.array, calls: list[tuple[Any, Any]]) -> None:
         record = self._record
@@ -223,7 +219,7 @@ class Recorder:
                 }
                 for lane, s in enumerate(forward.segments)
             ],
-            "plan": self._plan(record),
+            "plan": self._writer.plan(plan_calls(record)),
             "caches": caches,
         }
         events = record.events + events + wrong
@@ -238,41 +234,6 @@ class Recorder:
         self.forwards += 1
         if record.logits is not None:
             self._answers(record)
-
-    def _plan(self, record: ForwardRecord) -> int:
-        """The number of the plan that says which path each site took in this forward."""
-        groups: dict[tuple[str, str, int | None, int | None], list[int]] = {}
-        called = {site for site, *_ in record.calls}
-        for site, rows, second_last, path, rule in record.calls:
-            groups.setdefault((path, rule, rows, second_last), []).append(site)
-        slots, columns = record.forward.shape
-        rest = [i for i in range(len(self._sites.sites)) if i not in called]
-        head = self._sites.index.get(self._sites.head or "", -1)
-        if not record.forward.logits_used:
-            # They never ran: the engine does not ask for these logits.
-            rest = [i for i in rest if i not in (head, self._sites.index["logits"])]
-        if record.forward.layout == "packed":
-            apart = [i for i in rest if self._sites.sites[i].kind in PER_REQUEST]
-            groups["native", "", None, None] = apart
-            rest = [i for i in rest if i not in apart]
-        selected = record.forward.selected
-        if head in rest and selected is not None:
-            rest.remove(head)
-            groups["native", "", len(selected), len(selected)] = [head]
-        native = groups.setdefault(("native", "", slots * columns, columns), [])
-        native += rest
-        calls = [
-            {
-                "path": path,
-                "rule": rule,
-                **({} if rows is None else {"rows": rows, "second_last": second_last}),
-                "sites": format_ranges(sites),
-            }
-            for (path, rule, rows, second_last), sites in sorted(
-                ((key, sites) for key, sites in groups.items() if sites), key=lambda item: min(item[1])
-            )
-        ]
-        return self._writer.plan(calls)
 
     def _answers(self, record: ForwardRecord) -> None:
         requests, positions, slots, columns = self._answering(record.forward)

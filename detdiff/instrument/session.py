@@ -4,31 +4,34 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
-from fnmatch import fnmatchcase
 from typing import Any, Protocol
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import ArraysCache
 
-from detdiff.errors import KernelPlanError, LayoutError
+from detdiff.errors import LayoutError
 from detdiff.scenario import KernelPlan
 
 from .buffers import handle
 from .experts import ExpertOrder
 from .forward import Forward
-from .paths import PathRunner, StagedWeights, call_of
-from .plant import Plant
+from .operations import Operations
+from .paths import Place, Taken
+from .plant import Plant, Planter
 from .sites import Arrays, SiteMap, discover, walk
 from .taps import tapped, tapped_top
+from .weights import StagedWeights
+
+Attend = Callable[[range | None, Any, Any], mx.array]
+"""Runs attention with the given arguments; the range are the columns of a packed forward that it is for."""
 
 
 class Packing(Protocol):
     """How a packed forward runs what must be done per request."""
 
     def rope(self, native: Callable[..., Any], args: Any, kw: Any) -> mx.array: ...
-    def attention(self, native: Callable[..., Any], args: Any, kw: Any) -> mx.array: ...
+    def attention(self, attend: Attend, args: Any, kw: Any) -> mx.array: ...
 
 
 class Sink(Protocol):
@@ -41,7 +44,7 @@ class Recording(Sink, Protocol):
     """A sink that follows forwards from begin to end."""
 
     def begin(self, forward: Forward, cache: Sequence[Any]) -> None: ...
-    def call(self, key: str, rows: int, second_last: int, path: str, rule: str) -> None: ...
+    def call(self, key: str, taken: Taken) -> None: ...
     def cache_call(
         self, key: str, keys: mx.array, values: mx.array, calls: list[tuple[Any, Any]]
     ) -> None: ...
@@ -65,9 +68,8 @@ class Session:
         staged: StagedWeights | None = None,
     ) -> None:
         self.model = model
-        self.paths = PathRunner(plan or KernelPlan(), staged)
-        self._plants = tuple(plants)
-        self._plan = plan or KernelPlan()
+        self.operations = Operations(plan or KernelPlan(), staged)
+        self._planter = Planter(plants)
         self.compose: Callable[[mx.array, Any], Forward] | None = None
         self.recording: Recording | None = None
         self.on_logits: Callable[[Forward, mx.array], None] | None = None
@@ -76,7 +78,7 @@ class Session:
         self._entered = False
         self._reset()
         self.sites: SiteMap = discover(model, self._discovering)
-        self._check_rules()
+        self.operations.chooser.check_sites(self.sites.sites)
 
     def _reset(self) -> None:
         self._sink: Sink | None = None
@@ -94,23 +96,11 @@ class Session:
         self.paused = False
         self.packing = None
         self._sink = sink
-        plants, self._plants = self._plants, ()
-        paths, self.paths = self.paths, PathRunner(KernelPlan())
         try:
             with tapped(self.model, self):
                 yield
         finally:
-            self._plants, self.paths = plants, paths
             self._reset()
-
-    def _check_rules(self) -> None:
-        takers = [s.name for s in self.sites.sites if s.kind in ("linear", "head")]
-        for rule in self._plan.rules:
-            if not any(fnmatchcase(name, rule.site) for name in takers):
-                raise KernelPlanError(
-                    f"The rule for site {rule.site!r} matches none of the {len(takers)} linear sites of this model "
-                    f"(for example {takers[0] if takers else 'none'}). Correct the pattern, or remove the rule."
-                )
 
     @contextlib.contextmanager
     def running(self, recording: Recording | None, *, packed: bool = False) -> Iterator[Session]:
@@ -124,7 +114,7 @@ class Session:
         self._entered = True
         self._reset()
         self.recording = recording
-        bare = recording is None and self.paths.native and not packed and not self._plants
+        bare = recording is None and self.operations.native and not packed and not self._planter
         try:
             with tapped_top(self.model, self) if bare else tapped(self.model, self):
                 yield self
@@ -204,12 +194,7 @@ class Session:
             if kind in ("linear", "as_linear"):
                 args = (self._selected(key, args[0]), *args[1:])
             held = self._hold_all((*args, *kw.values()))
-            if kind in ("linear", "as_linear"):
-                y = self._linear(key, native, module, args[0])
-            elif kind == "rope" and self.packing is not None:
-                y = self.packing.rope(native, args, kw)
-            else:
-                y = native(*args, **kw)
+            y = self._computed(key, kind, native, module, args, kw)
         except Exception:
             self._failed_in = self._failed_in or name
             raise
@@ -238,39 +223,40 @@ class Session:
             return x
         return x[:, mx.array(forward.selected, mx.uint32)]
 
-    def _linear(self, key: str, native: Callable[..., Any], module: Module, x: mx.array) -> mx.array:
-        forward = self.forward
-        if forward is None or self.paths.native:
-            y: mx.array = native(x)
-            return y
-        place = self.sites.index.get(key)
-        if place is None:
-            y = native(x)
-            return y
-        outputs = module["weight"].shape[0]
-        call = call_of(x, module, "head" if key == self.sites.head else "linear", outputs)
-        path = self.paths.choose(self.sites.sites[place].name, forward.phase, call)
-        if not forward.logits_used and key == self.sites.head:
-            # The engine throws these logits away; leaving them lazy keeps the head from running at all.
-            y = native(x)
-            return y
+    def _computed(
+        self, key: str, kind: str, native: Callable[..., Any], module: Module, args: Any, kw: Any
+    ) -> Any:
+        """The output of a leaf module, on the path that the kernel plan chooses where it has a say."""
+        if kind == "rope" and self.packing is not None:
+            return self.packing.rope(native, args, kw)
+        place = self._place(key)
+        # The engine throws unused logits away; leaving them lazy keeps the head from running at all.
+        unused = self.forward is not None and not self.forward.logits_used and key == self.sites.head
+        if place is None or unused or kind not in ("linear", "as_linear", "switch"):
+            return native(*args, **kw)
+        taken: Sequence[Taken]
+        if kind == "switch":
+            y, taken = self.operations.switch.run(place, native, module, args, kw)
+        else:
+            method = "as_linear" if kind == "as_linear" else "__call__"
+            y, taken = self.operations.linear.run(place, native, module, args[0], method)
         if self.recording is not None:
-            self.recording.call(key, call.rows, call.second_last, path.name, path.rule)
-        return self.paths.run(path, native, module, x)
+            for one in taken:
+                self.recording.call(key, one)
+        return y
+
+    def _place(self, key: str) -> Place | None:
+        """Where the kernel plan has a say: a site, in a forward."""
+        forward, number = self.forward, self.sites.index.get(key) if self.forward is not None else None
+        if forward is None or number is None or self.operations.native:
+            return None
+        site = self.sites.sites[number]
+        return Place(site.name, site.kind, forward.phase)
 
     def _planted(self, key: str, port: str, value: Any) -> Any:
-        forward = self.forward
-        if not self._plants or forward is None or not isinstance(value, mx.array):
+        if self.forward is None or not self._planter:
             return value
-        place = self.sites.index.get(key)
-        axis = self.sites.axes.get(self.sites.ports.get((key, port), -1))
-        if place is None or axis is None:
-            return value
-        if key in ("logits", self.sites.head) and forward.selected is not None:
-            forward = _compact(forward)
-        for plant in self._plants:
-            value = plant.apply(self.sites.sites[place].name, port, value, axis, forward)
-        return value
+        return self._planter.apply(self.sites, key, port, value, self.forward)
 
     def gather_sort(self, native: Callable[..., Any], args: Any) -> Any:
         result = native(*args)
@@ -284,7 +270,7 @@ class Session:
         return order if order is not None and indices is order.indices else None
 
     def _switch_planted(self, key: str, indices: Any, y: mx.array) -> Any:
-        order = self._order(indices) if self._plants else None
+        order = self._order(indices) if self._planter else None
         if order is None:
             return self._planted(key, "out", y)
         return order.sorted(self._planted(key, "out", order.rows(y)))
@@ -333,10 +319,8 @@ class Session:
             return native(*args, **kw)
         key = self._key(f"{self._where}.attention")
         queries = self._hold_all(args[:1] or [kw.get("queries")])
-        if self.packing is not None:
-            y = self.packing.attention(native, args, kw)
-        else:
-            y = native(*args, **kw)
+        attend = self._attend(key, native)
+        y = attend(None, args, kw) if self.packing is None else self.packing.attention(attend, args, kw)
         y = self._planted(key, "out", y)
         if self._sink is not None:
             self._sink.site(key, "attention", [("in", q) for q in queries], [("out", y)], self._inside)
@@ -345,6 +329,22 @@ class Session:
                     self._layer(key), _mask_kind(kw.get("mask", args[5] if len(args) > 5 else None))
                 )
         return y
+
+    def _attend(self, key: str, native: Callable[..., Any]) -> Attend:
+        """Attention of one call, or of one request in a packed forward: the one in these columns."""
+        place, recording = self._place(key), self.recording
+        if place is None:
+            return lambda columns, args, kw: native(*args, **kw)
+
+        def attend(columns: range | None, args: Any, kw: Any) -> mx.array:
+            y, taken = self.operations.attention.run(place, native, args, kw)
+            if recording is not None:
+                if columns is not None:
+                    taken = taken._replace(rows=None, second_last=None, at=columns)
+                recording.call(key, taken)
+            return y
+
+        return attend
 
     def _layer(self, key: str) -> int | None:
         place = self.sites.index.get(key)
@@ -375,15 +375,3 @@ def _mask_kind(mask: Any) -> str:
     if mask is None:
         return "none"
     return mask if isinstance(mask, str) else getattr(mask, "kind", "array")
-
-
-def _compact(forward: Forward) -> Forward:
-    """The forward as the head sees it: one column per selected row."""
-    assert forward.selected is not None
-    segments = []
-    for segment in forward.segments:
-        for i, column in enumerate(forward.selected):
-            if 0 <= column - segment.column < segment.count:
-                start = segment.start + column - segment.column
-                segments.append(replace(segment, start=start, count=1, column=i))
-    return replace(forward, segments=tuple(segments))

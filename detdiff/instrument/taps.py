@@ -20,6 +20,9 @@ from mlx_lm.models import switch_layers
 
 from .sites import walk
 
+TAPPED = "_tapped_class"
+"""An attribute that only the classes have which taps put in front of a module's own."""
+
 
 class Taps(Protocol):
     """What a session answers to the taps; ``native`` is the untapped call."""
@@ -37,7 +40,9 @@ class Taps(Protocol):
 def _swap(stack: contextlib.ExitStack, module: Module, methods: dict[str, Callable[..., Any]]) -> None:
     original = type(module)
     # The subclass keeps the name: models and quantisers look at class names.
-    recording = type(original.__name__, (original,), {"__module__": original.__module__, **methods})
+    recording = type(
+        original.__name__, (original,), {"__module__": original.__module__, TAPPED: True, **methods}
+    )
     module.__class__ = recording
     stack.callback(_restore_class, module, recording, original)
 

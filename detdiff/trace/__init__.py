@@ -12,6 +12,7 @@ from detdiff.trace.digest import (
     position_weight,
     splitmix64,
 )
+from detdiff.trace.log import computed, flat_row
 from detdiff.trace.reader import Trace
 from detdiff.trace.rows import PHASES, Generated, Lens, RowIndex, Rows, Value
 from detdiff.trace.shard import Shard
@@ -35,8 +36,10 @@ __all__ = [
     "Value",
     "coefficients",
     "combine_entries",
+    "computed",
     "digest_bias",
     "digest_rows",
+    "flat_row",
     "format_ranges",
     "head_weight",
     "parse_ranges",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from detdiff.trace.tensors import parse_json
 FORWARD_PHASES = (*PHASES, "mixed")
 LAYOUTS = ("padded", "packed")
 _MAX_INT32 = (1 << 31) - 1
+_ALL_ROWS = (range(1 << 62),)
 
 
 def encode_line(value: Any) -> bytes:
@@ -140,9 +142,10 @@ class Forwards(Sequence[dict[str, Any]]):
         self._places = np.flatnonzero(lines.initials == ord("f"))
         self._plan_places = np.flatnonzero(lines.initials == ord("p"))
         self.plans: list[list[dict[str, Any]]] = []
+        self._reach: list[int] = []
         for place in self._plan_places:
             line = lines[int(place)]
-            check_plan(f"{lines.path}, line {place + 1},", line, len(self.plans), sites)
+            self._reach.append(check_plan(f"{lines.path}, line {place + 1},", line, len(self.plans), sites))
             self.plans.append(line["calls"])
 
     def __len__(self) -> int:
@@ -153,34 +156,79 @@ class Forwards(Sequence[dict[str, Any]]):
         number = range(len(self))[index]
         place = int(self._places[number])
         line = self._lines[place]
-        plans = int(np.searchsorted(self._plan_places, place))
-        check_forward(f"{self._lines.path}, line {place + 1},", line, number, self._requests, plans)
+        reach = self._reach[: int(np.searchsorted(self._plan_places, place))]
+        check_forward(f"{self._lines.path}, line {place + 1},", line, number, self._requests, reach)
         return {"events": [], **line, "calls": self.plans[line["plan"]]}
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return (self[number] for number in range(len(self)))
 
 
-def check_plan(where: str, line: Any, number: int, sites: int) -> None:
-    """Raises PlanLineError unless ``line`` is plan ``number`` and its calls name existing sites."""
+def check_plan(where: str, line: Any, number: int, sites: int) -> int:
+    """How many rows a forward of this plan must have at least, for the rows that its calls name.
+
+    Raises PlanLineError unless ``line`` is plan ``number``, its calls name existing sites, and no row of a site is
+    in two calls.
+    """
     found = line if isinstance(line, dict) else {}
     calls = found.get("calls")
     ok = set(found) == {"plan", "calls"} and found["plan"] == number and isinstance(calls, list)
+    taken: dict[int, list[tuple[range, ...]]] = {}
+    reach = 0
     for call in calls if ok and isinstance(calls, list) else ():
         ok = ok and isinstance(call, dict) and isinstance(call.get("path"), str)
         try:
-            ok = ok and isinstance(call["sites"], str) and bool(parse_ranges(call["sites"], sites))
+            ok = ok and isinstance(call["sites"], str) and isinstance(call.get("at", "0"), str)
+            named = parse_ranges(call["sites"], sites) if ok else ()
+            rows = parse_ranges(call["at"], _MAX_INT32) if ok and "at" in call else _ALL_ROWS
+            ok = bool(named and rows)
         except (KeyError, ValueError):
             ok = False
-    if not ok:
+        if ok:
+            reach = max(reach, rows[-1].stop if "at" in call else 0)
+            for site in (site for run in named for site in run):
+                taken.setdefault(site, []).append(rows)
+    # Many sites are in the same few calls.
+    shared = {tuple(map(id, parts)): parts for parts in taken.values()}
+    if not ok or not all(map(_apart, shared.values())):
         raise PlanLineError(
             f"{where} is {str(line)[:200]}; expected plan {number} with calls, each with a path and sites as "
-            f"ascending ranges below {sites}, such as 0-12,14. Record the trace again."
+            f"ascending ranges below {sites}, such as 0-12,14; a site comes again only for other rows, which at "
+            "names as such ranges. Record the trace again."
         )
+    return reach
 
 
-def check_forward(where: str, line: Any, number: int, requests: int, plans: int) -> None:
-    """Raises ForwardLineError unless ``line`` is forward ``number`` and names only what exists."""
+def _apart(parts: list[tuple[range, ...]]) -> bool:
+    ordered = sorted((run for runs in parts for run in runs), key=lambda run: run.start)
+    return all(a.stop <= b.start for a, b in pairwise(ordered))
+
+
+def computed(call: Mapping[str, Any], row: int | None) -> bool:
+    """Whether a call of a plan computed a row, which ``flat_row`` gave."""
+    return "at" not in call or any(row in run for run in parse_ranges(call["at"], _MAX_INT32))
+
+
+def flat_row(line: Mapping[str, Any], request: int, position: int) -> int | None:
+    """Where a row lies in a forward (``line``) of shape [B, L]: slot * L + column; None if it is not in there.
+
+    The rows of a padded forward start at column 0 of their slot; those of a packed one follow each other.
+    """
+    column = 0
+    for span in line["rows"]:
+        within = position - span["start"]
+        if span["request"] == request and 0 <= within < span["count"]:
+            packed = line["layout"] == "packed"
+            return int((column if packed else span["slot"] * line["shape"][1]) + within)
+        column += span["count"]
+    return None
+
+
+def check_forward(where: str, line: Any, number: int, requests: int, reach: Sequence[int]) -> None:
+    """Raises ForwardLineError unless ``line`` is forward ``number`` and names only what exists.
+
+    ``reach`` has, for each plan so far, the number of rows that it needs.
+    """
     found = line if isinstance(line, dict) else {}
     shape, plan, rows = found.get("shape"), found.get("plan"), found.get("rows")
     ok = (
@@ -192,7 +240,8 @@ def check_forward(where: str, line: Any, number: int, requests: int, plans: int)
         and len(shape) == 2
         and all(type(n) is int and n > 0 for n in shape)
         and type(plan) is int
-        and 0 <= plan < plans
+        and 0 <= plan < len(reach)
+        and reach[plan] <= shape[0] * shape[1]
         and isinstance(rows, list | tuple)
         and all(_row_span(row, requests) for row in rows)
         and all(_objects(found.get(key, [])) for key in ("caches", "events"))
@@ -201,7 +250,8 @@ def check_forward(where: str, line: Any, number: int, requests: int, plans: int)
     if not ok:
         raise ForwardLineError(
             f"{where} is {str(line)[:300]}; expected forward {number} with phase, layout, shape, rows, plan "
-            f"(below {plans}) and caches, its rows naming requests below {requests}. Record the trace again."
+            f"(below {len(reach)}, of no more rows than the shape has) and caches, its rows naming requests below "
+            f"{requests}. Record the trace again."
         )
 
 

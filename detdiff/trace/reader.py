@@ -17,7 +17,7 @@ from detdiff.errors import ChecksumError, GeneratedError, RowError, ShardMissing
 from detdiff.trace.check import GEN_FIELDS, Limits, check_unique
 from detdiff.trace.files import reading
 from detdiff.trace.header import FORWARDS, TEXTS, parse_sites, read
-from detdiff.trace.log import Forwards, Lines, read_texts
+from detdiff.trace.log import Forwards, Lines, computed, flat_row, read_texts
 from detdiff.trace.rows import Generated, Int32, Lens, RowIndex, UInt64
 from detdiff.trace.shard import Shard, open_shard, shard_name
 from detdiff.trace.site import Port, Site, parse_ranges, ports_of
@@ -130,11 +130,17 @@ class Trace:
         """
         return self._forwards
 
-    def call(self, forward: int, site: int) -> Mapping[str, Any] | None:
-        """The call (``path``, ``rule``, ...) that computed a site in a forward; None if not recorded."""
-        for call in self._forwards[forward]["calls"]:
+    def call(self, forward: int, site: int, row: tuple[int, int] | None = None) -> Mapping[str, Any] | None:
+        """The call (``path``, ``rule``, ...) that computed a site in a forward; None if not recorded.
+
+        ``row`` is (request's index, position); without it, the call of the forward's first rows is given.
+        """
+        line = self._forwards[forward]
+        place = None if row is None else flat_row(line, *row)
+        for call in line["calls"]:
             if any(site in run for run in parse_ranges(call["sites"], len(self.sites))):
-                return dict(call)
+                if row is None or computed(call, place):
+                    return dict(call)
         return None
 
     def texts(self) -> dict[int, str]:

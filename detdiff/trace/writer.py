@@ -63,6 +63,7 @@ class TraceWriter:
         self._shard_bytes, self._shard_forwards = shard_bytes, shard_forwards
         self._tables: dict[tuple[int, ...], int] = {}
         self._plans: dict[bytes, int] = {}
+        self._reach: list[int] = []
         self._texts: dict[int, str] = {}
         self._last_forward = 0
         self._tokens: set[tuple[int, int]] = set()
@@ -90,13 +91,14 @@ class TraceWriter:
         """The number of the plan with these calls, for a forward's ``plan``; logs it when it is new.
 
         A call has ``path``, ``rule``, ``rows``, ``second_last`` and ``sites`` (site indices as
-        ``format_ranges`` gives them). Raises PlanLineError or LogLineError.
+        ``format_ranges`` gives them), and ``at`` where it is of some rows only (as ranges, too). Raises PlanLineError
+        or LogLineError.
         """
         self._must_be_open()
         key = encode_line(list(calls))
         if key not in self._plans:
             line = {"plan": len(self._plans), "calls": list(calls)}
-            check_plan("A plan", line, len(self._plans), len(self._header["sites"]))
+            self._reach.append(check_plan("A plan", line, len(self._plans), len(self._header["sites"])))
             self._forward_log.append(line)
             self._plans[key] = len(self._plans)
         return self._plans[key]
@@ -105,7 +107,7 @@ class TraceWriter:
         """Logs one forward, before its rows. Raises ForwardLineError, LogLineError, or TraceWriteError."""
         self._must_be_open()
         number = self._limits.forwards
-        check_forward("A forward", line, number, self._limits.requests, len(self._plans))
+        check_forward("A forward", line, number, self._limits.requests, self._reach)
         if self._buffer.forwards() >= self._shard_forwards:
             self._flush()
         # "forward" first: readers tell lines apart by their first letter.

@@ -6,19 +6,33 @@ Knows nothing of detdiff and of no array library but numpy; numba is imported wh
 from __future__ import annotations
 
 from . import forced
-from .dispatch import Call, Choice, Profile, Range, Rule
-from .errors import BadOperand, KernelLibraryError, ProfileError, UnknownKernel, UnknownProfile
-from .library import Kernel, kernel, kernel_names
-from .order import Order, Staged
-from .profile_file import load_profile, profile, profile_names
+from .dispatch import Call, Choice, Part, Profile, Range, Rule
+from .errors import (
+    BadOperand,
+    KernelLibraryError,
+    ProfileError,
+    UnknownKernel,
+    UnknownProfile,
+    UnsupportedFormat,
+)
+from .library import kernel, kernel_names
+from .linear import Kernel
+from .order import Order, Walk
+from .profile_lookup import load_profile, profile, profile_names
+from .staging import Staged
+from .weights import Affine, Blocks, Dense, Weight
 
 __all__ = [
+    "Affine",
     "BadOperand",
+    "Blocks",
     "Call",
     "Choice",
+    "Dense",
     "Kernel",
     "KernelLibraryError",
     "Order",
+    "Part",
     "Profile",
     "ProfileError",
     "Range",
@@ -26,6 +40,9 @@ __all__ = [
     "Staged",
     "UnknownKernel",
     "UnknownProfile",
+    "UnsupportedFormat",
+    "Walk",
+    "Weight",
     "forced",
     "kernel",
     "kernel_names",

@@ -2,36 +2,98 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Literal
+
+from .condition import Expression, Scope
+from .parameters import Parameter, Value, bind, shown
 
 OPS = ("linear", "head", "switch", "attention")
 TAGS = ("read", "inferred", "measured")
+MASKS = ("none", "causal", "array")
+QUANTISED = "quantised"
 _SPLIT_OPS = ("linear", "head")
+# A run has some hundred different calls at a time; a bound keeps a long one, whose key lengths grow, from growing too.
+_REMEMBERED = 20_000
 
 
 @dataclass(frozen=True)
 class Call:
-    """One operation of a forward. ``rows`` is M; ``second_last`` the second-to-last dimension of its input.
+    """One operation of a forward.
 
-    ``dtype`` is the input's, such as "float32"; ``bits`` the weight's width, None for a dense weight.
+    ``rows`` is M: for a switch the gathered rows, tokens times experts per token. ``second_last`` is the second-to-last
+    dimension of the input, ``dtype`` its dtype such as "float32". ``k`` and ``n`` are the weight's inputs and outputs,
+    ``bits`` its width and ``group_size`` the items of a group, both None for a dense weight, ``format`` "dense",
+    "affine" or a GGUF block such as "Q4_K". A switch has ``experts`` and may be ``sorted`` by expert. Attention has
+    ``query`` and ``keys`` positions, padding included, ``head_dim``, and a ``mask`` that is none, causal or an array.
     """
 
     op: Literal["linear", "head", "switch", "attention"]
     rows: int
-    second_last: int
-    k: int
-    n: int
-    dtype: str
+    second_last: int = 1
+    k: int = 0
+    n: int = 0
+    dtype: str = "float32"
     bits: int | None = None
+    group_size: int | None = None
+    format: str = "dense"
+    experts: int = 1
+    sorted: bool = False
+    query: int = 0
+    keys: int = 0
+    head_dim: int = 0
+    heads: int = 1
+    kv_heads: int = 1
+    batch: int = 1
+    mask: Literal["none", "causal", "array"] = "none"
+
+    def names(self) -> dict[str, Any]:
+        """The values of the names that a condition can use (``condition.CALL_NAMES``); 0 bits mean dense."""
+        plain = self.format == "dense" and self.bits is not None
+        return {
+            "m": self.rows,
+            "n": self.n,
+            "k": self.k,
+            "l": self.second_last,
+            "bits": self.bits or 0,
+            "group_size": self.group_size or 0,
+            "q": self.query,
+            "kv": self.keys,
+            "d": self.head_dim,
+            "heads": self.heads,
+            "kv_heads": self.kv_heads,
+            "gqa": self.heads // max(1, self.kv_heads),
+            "batch": self.batch,
+            "experts": self.experts,
+            "sorted": self.sorted,
+            "padded": self.mask == "array" and self.batch > 1,
+            "dtype": self.dtype,
+            "format": "affine" if plain else self.format,
+            "mask": self.mask,
+        }
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A kernel path (native, rows, pad:N or a reference kernel) and the rule that chose it, as text."""
+    """A kernel path (native, rows, pad:N or a reference kernel) and the rule that chose it, as text.
+
+    ``arguments`` are keyword arguments that the kernel has to be called with, such as (("blocks", 64),).
+    """
 
     kernel: str
     rule: str
+    arguments: tuple[tuple[str, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class Part:
+    """The flat rows [first, last) of a call, row-major over its leading dimensions, and the kernel that takes them."""
+
+    first: int
+    last: int
+    choice: Choice
 
 
 @dataclass(frozen=True)
@@ -44,11 +106,6 @@ class Range:
     def __contains__(self, size: int) -> bool:
         return self.low <= size and (self.high is None or size <= self.high)
 
-    def covers(self, other: Range) -> bool:
-        if self.high is None:
-            return self.low <= other.low
-        return self.low <= other.low and other.high is not None and other.high <= self.high
-
     def __str__(self) -> str:
         if self.high is None:
             return f"{self.low}.."
@@ -56,14 +113,27 @@ class Range:
 
 
 ANY = Range()
+# The range conditions and how they read.
+SIZES = {
+    "rows": "rows",
+    "second_last": "second-to-last dimension",
+    "k": "k",
+    "n": "n",
+    "group_size": "group size",
+    "query": "query length",
+    "keys": "key length",
+    "head_dim": "head dimension",
+}
 
 
 @dataclass(frozen=True)
 class Rule:
     """Conditions that all have to hold, and the kernel path then taken; a condition left out always holds.
 
-    ``bits`` holds widths, and None for dense weights. ``source`` is file, function and commit; ``tag`` one of
-    TAGS.
+    ``bits`` holds widths, None for dense weights and QUANTISED for any width. With ``whole`` n, the kernel takes whole
+    groups of n rows and the rows left over are a call of their own. ``shows`` names definitions whose value the text of
+    a choice says, since the kernel works by them; ``passes`` names those that the kernel is handed as well. ``source`` is file, function and commit; ``tag``
+    one of TAGS.
     """
 
     kernel: str
@@ -74,67 +144,167 @@ class Rule:
     second_last: Range = ANY
     k: Range = ANY
     n: Range = ANY
+    group_size: Range = ANY
+    query: Range = ANY
+    keys: Range = ANY
+    head_dim: Range = ANY
     dtype: frozenset[str] | None = None
-    bits: frozenset[int | None] | None = None
+    bits: frozenset[int | str | None] | None = None
+    format: frozenset[str] | None = None
+    mask: frozenset[str] | None = None
+    when: Expression | None = None
+    whole: int | None = None
+    shows: tuple[str, ...] = ()
+    passes: tuple[str, ...] = ()
 
-    def takes(self, call: Call) -> bool:
-        sizes = ("rows", "second_last", "k", "n")
+    @cached_property
+    def ranges(self) -> tuple[tuple[str, Range], ...]:
+        """The sizes that are limited."""
+        return tuple((size, getattr(self, size)) for size in SIZES if getattr(self, size) != ANY)
+
+    def takes(self, call: Call, names: Mapping[str, Any] | None = None) -> bool:
+        """Whether all conditions hold; ``names`` are the call's and the parameters' values, where at hand."""
         return (
             call.op in self.op
-            and all(getattr(call, size) in getattr(self, size) for size in sizes)
+            and (self.whole is None or call.rows >= self.whole)
+            and all((getattr(call, size) or 0) in limits for size, limits in self.ranges)
             and (self.dtype is None or call.dtype in self.dtype)
-            and (self.bits is None or call.bits in self.bits)
-        )
-
-    def covers(self, other: Rule) -> bool:
-        """Whether every call that ``other`` takes is one that this rule takes."""
-        sizes = ("rows", "second_last", "k", "n")
-        return (
-            self.op >= other.op
-            and all(getattr(self, size).covers(getattr(other, size)) for size in sizes)
-            and (self.dtype is None or (other.dtype is not None and self.dtype >= other.dtype))
-            and (self.bits is None or (other.bits is not None and self.bits >= other.bits))
+            and (
+                self.bits is None
+                or call.bits in self.bits
+                or (QUANTISED in self.bits and call.bits is not None)
+            )
+            and (self.format is None or call.names()["format"] in self.format)
+            and (self.mask is None or call.mask in self.mask)
+            and (self.when is None or bool(self.when.value(call.names() if names is None else names)))
         )
 
     @property
     def condition(self) -> str:
         """The conditions in words, without the operation, which whoever reads this knows."""
-        named = {"rows": "rows", "second_last": "second-to-last dimension", "k": "k", "n": "n"}
-        parts = [
-            f"{word} {getattr(self, size)}" for size, word in named.items() if getattr(self, size) != ANY
+        return self._words(self.when.text if self.when else None)
+
+    def arguments_for(self, names: Mapping[str, Any], scope: Scope) -> tuple[tuple[str, int], ...]:
+        """The keyword arguments of the kernel."""
+        return tuple((name, scope.definitions[name].expression.value(names)) for name in self.passes)
+
+    def condition_for(self, names: Mapping[str, Any], scope: Scope) -> str:
+        """The conditions with the values of definitions and parameters, as in "m >= limit (13)"."""
+        words = self._words(self.when.with_values(names, scope) if self.when else None)
+        values = [
+            f"{name} {scope.definitions[name].expression.value(names)}"
+            for name in (*self.shows, *self.passes)
         ]
+        return ", ".join([words, *values])
+
+    def _words(self, when: str | None) -> str:
+        parts = [f"{SIZES[size]} {limits}" for size, limits in self.ranges]
         if self.dtype is not None:
             parts.append(" or ".join(sorted(self.dtype)))
         if self.bits is not None:
-            widths = sorted(width for width in self.bits if width is not None)
-            parts.append(" or ".join([f"{width}-bit" for width in widths] + ["dense"] * (None in self.bits)))
+            widths = [
+                f"{width}-bit" for width in sorted(width for width in self.bits if isinstance(width, int))
+            ]
+            kinds = [QUANTISED] * (QUANTISED in self.bits) + ["dense"] * (None in self.bits)
+            parts.append(" or ".join(widths + kinds))
+        if self.format is not None:
+            parts.append(" or ".join(sorted(self.format)))
+        if self.mask is not None:
+            parts.append("mask " + " or ".join(sorted(self.mask)))
+        if when is not None:
+            parts.append(when)
+        if self.whole is not None:
+            parts.append(f"whole groups of {self.whole} rows")
         return ", ".join(parts) or "any shape"
 
 
 @dataclass(frozen=True)
 class Profile:
-    """Ordered rules that mirror one backend's thresholds; the first that takes a call wins."""
+    """Ordered rules that mirror one backend's thresholds; the first that takes a call wins.
+
+    ``values`` are those of ``parameters``; ``define`` are the entries of the definitions in ``scope``, for display.
+    """
 
     name: str
     backend: str
     note: str
     rules: tuple[Rule, ...]
+    parameters: tuple[Parameter, ...] = ()
+    values: Mapping[str, Value] = field(default_factory=dict)
+    scope: Scope = field(default_factory=Scope, repr=False)
+    define: tuple[Entry, ...] = field(default=(), repr=False)
+    _parts: dict[tuple[Call, int | None], tuple[Part, ...]] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
+
+    @property
+    def spec(self) -> str:
+        """The name with the value of every parameter, as ``profile`` takes it."""
+        given = ",".join(f"{name}={shown(value)}" for name, value in self.values.items())
+        return f"{self.name}:{given}" if given else self.name
+
+    def with_parameters(self, given: Mapping[str, int | str]) -> Profile:
+        """The same profile for other parameters. Raises UnknownParameter and BadParameterValue."""
+        values = bind(self.parameters, given, self.name)
+        return Profile(
+            self.name, self.backend, self.note, self.rules, self.parameters, values, self.scope, self.define
+        )
 
     def choose(self, call: Call, split_rows: int | None = None) -> Choice:
-        """The kernel path for a call; native where no rule takes it.
+        """The kernel path for a call, or for its first rows where the path depends on a row's place; native where no
+        rule takes it.
 
         With ``split_rows`` n, a linear or head call of 2 to n rows is taken row by row, each row chosen for
         as a call of its own; where that choice is native, the path is rows.
         """
-        if split_rows is None or call.op not in _SPLIT_OPS or not 1 < call.rows <= split_rows:
-            return self._first(call)
-        alone = self._first(replace(call, rows=1, second_last=1))
-        rule = f"split_rows {split_rows}: {call.rows} rows <= {split_rows} -> {alone.rule}"
-        return Choice("rows" if alone.kernel == "native" else alone.kernel, rule)
+        return self.parts(call, split_rows)[0].choice
 
-    def _first(self, call: Call) -> Choice:
-        for rule in self.rules:
-            if rule.takes(call):
-                short = rule.kernel.removeprefix(f"{self.name}/")
-                return Choice(rule.kernel, f"{self.name}: {rule.condition} -> {short}")
-        return Choice("native", f"{self.name}: no rule -> native")
+    def parts(self, call: Call, split_rows: int | None = None) -> tuple[Part, ...]:
+        """The kernel path of each run of rows, in order and without gaps; see ``choose``."""
+        key = (call, split_rows)
+        found = self._parts.get(key)
+        if found is None:
+            if len(self._parts) >= _REMEMBERED:
+                self._parts.clear()
+            found = self._parts[key] = self._divide(call, split_rows)
+        return found
+
+    def rule_for(self, call: Call) -> Rule | None:
+        """The rule that takes a call, or its first rows; None where the call stays native."""
+        names = {**call.names(), **self.values}
+        return next((rule for rule in self.rules if rule.takes(call, names)), None)
+
+    def _divide(self, call: Call, split_rows: int | None) -> tuple[Part, ...]:
+        if split_rows is not None and call.op in _SPLIT_OPS and 1 < call.rows <= split_rows:
+            alone = self.choose(replace(call, rows=1, second_last=1))
+            text = f"split_rows {split_rows}: {call.rows} rows <= {split_rows} -> {alone.rule}"
+            path = "rows" if alone.kernel == "native" else alone.kernel
+            return (Part(0, call.rows, Choice(path, text, alone.arguments)),)
+        rule = self.rule_for(call)
+        if rule is None:
+            return (Part(0, call.rows, Choice("native", f"{self.name}: no rule -> native")),)
+        names = {**call.names(), **self.values}
+        text = rule.condition_for(names, self.scope)
+        choice = Choice(
+            rule.kernel,
+            f"{self.name}: {text} -> {rule.kernel.removeprefix(f'{self.name}/')}",
+            rule.arguments_for(names, self.scope),
+        )
+        left = call.rows % rule.whole if rule.whole else 0
+        first = (Part(0, call.rows - left, choice),)
+        if not left:
+            return first
+        rest = self.parts(replace(call, rows=left, second_last=min(left, call.second_last)))
+        start = call.rows - left
+        return (*first, *(Part(start + part.first, start + part.last, part.choice) for part in rest))
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One [[define]] of a profile: ``name`` is ``value`` where ``when`` holds and no entry above it does."""
+
+    name: str
+    value: Expression
+    when: Expression | None
+    source: str
+    tag: str

@@ -18,6 +18,10 @@ class BadOperand(KernelLibraryError):
     """An array has the wrong shape, dtype or memory order for the call."""
 
 
+class UnsupportedFormat(KernelLibraryError):
+    """A kernel has no order for a weight of this format, width or shape."""
+
+
 class ProfileError(KernelLibraryError):
     """A dispatch profile cannot be used."""
 
@@ -48,6 +52,46 @@ class BadRange(ProfileError):
 
 class UnreachableRule(ProfileError):
     """An earlier rule takes every call that a later one could take."""
+
+
+class OverlappingRules(ProfileError):
+    """Two rules of different kernels cross: each takes calls that the other does not, and both take some."""
+
+
+class BadExpression(ProfileError):
+    """A condition or definition is not in the small language of profiles; the message names the place."""
+
+
+class BadDefinition(ProfileError):
+    """A definition has no value for some calls, or its name is taken."""
+
+
+class BadParameter(ProfileError):
+    """A parameter of a profile is not declared with a default and the values it can have."""
+
+
+class UnknownParameter(ProfileError):
+    """A profile has no parameter of that name; the message gives the nearest one."""
+
+
+class BadParameterValue(ProfileError):
+    """A parameter of a profile cannot have that value."""
+
+
+class BadEntryPoint(ProfileError):
+    """An installed package offers a profile that cannot be loaded."""
+
+
+class GgufPackageMissing(KernelLibraryError):
+    """The `gguf` package is not installed and a file of blocks cannot be read without it."""
+
+
+class UnreadableGguf(KernelLibraryError):
+    """A file is missing, or is not a whole GGUF file."""
+
+
+class UnknownTensor(KernelLibraryError):
+    """A file has no tensor of that name; the message gives the nearest ones."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -1,158 +1,296 @@
-"""The compiled loops that the orders share: one for sums spread over lanes, one for a chain per output.
+"""The compiled loops: one that sums in any order, and those that lay out its inputs.
 
-Both fill the outputs ``first`` to ``last - 1`` of every row, so that a caller can split the outputs over
-threads. Four sums run side by side to hide the latency of an FMA; they share loaded weights (or inputs) and
-nothing else, so a sum does not depend on its neighbours. Where fewer than four are left the last one is
-computed again.
+Outputs lie in panels of 32 neighbours that run in one vector, so a lane of the real kernel is a vector here and its
+order is plain to read. ``rows`` rows (1 or 4) run side by side to hide the latency of an FMA and to share
+loaded weights; they share nothing else, so a row does not depend on its neighbours.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
-from hashlib import sha256
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import numba
-from numba import float32, intp, types, uint16, void
+import numpy as np
+from numba import float32, int8, int16, int64, intp, types, uint8, uint16, void
 
 from . import simd
-from .simd import chain_step, halving_sum, lane_last_step, lane_step, store_first, zeros
+from .compiled import Loop, compiled
+from .joins import (
+    ADD,
+    AFFINE,
+    CHAIN,
+    JOINS,
+    Q4_0,
+    Q4_K,
+    Q6_K,
+    Q8_1,
+    Q8_1_K,
+    Q8_1_MIN2,
+    Q8_1_SCALE,
+    Q8_1_SCALES,
+    SCALE,
+    TILE,
+    TILE_MIN,
+    TILE_SCALES,
+)  # fmt: skip
+from .simd import add, fma, fma_in, load, mul, negative, rounded, spread, store, store_rows, zeros
 
-Loop = Callable[..., None]
+PANEL = 32
+# What formulas multiply with, by place.
+_NUMBERS = np.array([-8, -4, 1 / 2, 1 / 4, 1 / 16, 1 / 256], np.float32)
 
-_FLAT_IN = types.Array(float32, 1, "C", readonly=True)
-_FLAT_HALF = types.Array(uint16, 1, "C", readonly=True)
-_FLAT_OUT = types.Array(float32, 1, "C")
-_SIZES = (intp, intp, intp, intp, intp)
-_SUM = [void(_FLAT_IN, weight, _FLAT_OUT, *_SIZES) for weight in (_FLAT_IN, _FLAT_HALF)]
-_TURN = [void(_FLAT_IN, _FLAT_OUT, intp, intp)]
-
-# numba's cache on disk sees changes of this file only; code made from older vector operations must not be
-# found again.
-_OPERATIONS = sha256(Path(simd.__file__).read_bytes()).hexdigest()[:12]
-
-
-def _compiled(loop: Loop, signatures: list[Any]) -> Loop:
-    loop.__qualname__ += f"_{_OPERATIONS}"
-    made: Loop = numba.njit(signatures, cache=True, nogil=True)(loop)
-    return made
-
-
-@cache
-def turn_loop(lanes: int, values: int) -> Loop:
-    """Lays each row of x out by turn: of every step all lanes' first items, then all second ones, and so on.
-
-    The loop takes flat x (m*k), flat out (m * k rounded up to whole steps), m, k; missing items become +0.0.
-    """
-    step = lanes * values
-
-    def loop(x: Any, out: Any, m: int, k: int) -> None:
-        stride = -(-k // step) * step
-        for row in range(m):
-            for i in range(stride):
-                turn, lane = divmod(i % step, lanes)
-                item = i - i % step + lane * values + turn
-                out[row * stride + i] = x[row * k + item] if item < k else numba.float32(0.0)
-
-    return _compiled(loop, _TURN)
+_IN = types.Array(float32, 1, "C", readonly=True)
+_OUT = types.Array(float32, 1, "C")
+_INDEX = types.Array(int64, 1, "C", readonly=True)
+_ITEMS = {"float32": float32, "float16": uint16, "bfloat16": int16, "uint8": uint8, "int8": int8}
 
 
-@cache
-def lane_loop(lanes: int, values: int) -> Loop:
-    """Each output is a sum over ``lanes`` lanes that take ``values`` consecutive items a step, then halve.
+class Sizes(NamedTuple):
+    """The sizes of a call: outputs, lanes, units of a lane, terms of a chain, groups of rows; ``fold``, ``halve`` and
+    ``zeroed`` as in an order."""
 
-    The loop takes flat x by turn, flat weights (n*k, float32 or float16 bits), flat out (m*n), m, n, k,
-    first, last.
-    """
-    step = lanes * values
+    n: int
+    lanes: int
+    units: int
+    chain: int
+    groups: int
+    fold: int
+    halve: int
+    zeroed: int
 
-    def loop(x: Any, w: Any, out: Any, m: int, n: int, k: int, first: int, last: int) -> None:
-        whole = k - k % step
-        stride = -(-k // step) * step
-        if m == 1:
-            for output in range(first, last, 4):
-                w0 = output * k
-                w1 = min(output + 1, last - 1) * k
-                w2 = min(output + 2, last - 1) * k
-                w3 = min(output + 3, last - 1) * k
-                sum0 = sum1 = sum2 = sum3 = zeros(lanes)
-                for i in range(0, whole, step):
-                    sum0 = lane_step(sum0, x, i, w, w0 + i, values)
-                    sum1 = lane_step(sum1, x, i, w, w1 + i, values)
-                    sum2 = lane_step(sum2, x, i, w, w2 + i, values)
-                    sum3 = lane_step(sum3, x, i, w, w3 + i, values)
-                if whole < k:
-                    left = k - whole
-                    sum0 = lane_last_step(sum0, x, whole, w, w0 + whole, values, left)
-                    sum1 = lane_last_step(sum1, x, whole, w, w1 + whole, values, left)
-                    sum2 = lane_last_step(sum2, x, whole, w, w2 + whole, values, left)
-                    sum3 = lane_last_step(sum3, x, whole, w, w3 + whole, values, left)
-                out[output] = halving_sum(sum0)
-                out[min(output + 1, last - 1)] = halving_sum(sum1)
-                out[min(output + 2, last - 1)] = halving_sum(sum2)
-                out[min(output + 3, last - 1)] = halving_sum(sum3)
-            return
-        for output in range(first, last):
-            place = output * k
-            for row in range(0, m, 4):
-                row1 = min(row + 1, m - 1)
-                row2 = min(row + 2, m - 1)
-                row3 = min(row + 3, m - 1)
-                sum0 = sum1 = sum2 = sum3 = zeros(lanes)
-                for i in range(0, whole, step):
-                    sum0 = lane_step(sum0, x, row * stride + i, w, place + i, values)
-                    sum1 = lane_step(sum1, x, row1 * stride + i, w, place + i, values)
-                    sum2 = lane_step(sum2, x, row2 * stride + i, w, place + i, values)
-                    sum3 = lane_step(sum3, x, row3 * stride + i, w, place + i, values)
-                if whole < k:
-                    left = k - whole
-                    sum0 = lane_last_step(sum0, x, row * stride + whole, w, place + whole, values, left)
-                    sum1 = lane_last_step(sum1, x, row1 * stride + whole, w, place + whole, values, left)
-                    sum2 = lane_last_step(sum2, x, row2 * stride + whole, w, place + whole, values, left)
-                    sum3 = lane_last_step(sum3, x, row3 * stride + whole, w, place + whole, values, left)
-                out[row * n + output] = halving_sum(sum0)
-                out[row1 * n + output] = halving_sum(sum1)
-                out[row2 * n + output] = halving_sum(sum2)
-                out[row3 * n + output] = halving_sum(sum3)
 
-    return _compiled(loop, _SUM)
+_SIZES = types.NamedUniTuple(intp, len(Sizes._fields), Sizes)
 
 
 @cache
-def chain_loop(width: int) -> Loop:
-    """Each output is one chain of FMAs in ascending k; ``width`` neighbouring outputs run in one vector.
+def sum_loop(join: str, part: int, parts: int, weights: str, dtypes: tuple[str, str, str], rows: int) -> Loop:
+    """The loop of an order: fills the outputs of panels ``first`` to ``last - 1``.
 
-    The loop takes flat x (m*k), flat weights in panels (panel, k, output within the panel), flat out (m*n),
-    m, n, k, first, last; first and last count panels here.
+    ``part`` and ``parts`` cut units (0 and 1 for a chain); ``weights`` is what the weight array holds (float32,
+    float16 or bfloat16 bits, uint8 or int8 codes); ``dtypes`` what the
+    FMAs of a chain, partial sums and outputs are rounded to. The loop
+    takes flat x (group, term, row), input sums (group, unit, sum, row), weights (panel, term, output), coefficients
+    (panel, unit, coefficient, output), outputs (m, n), Sizes, first, last.
     """
+    code, coefficients, inputs, accumulators, _, _ = JOINS[join]
+    chains = parts // accumulators
+    wide = PANEL * rows
+    chained, partial, output = dtypes
 
-    def loop(x: Any, w: Any, out: Any, m: int, n: int, k: int, first: int, last: int) -> None:
+    def loop(x: Any, sums: Any, w: Any, scales: Any, out: Any, sizes: Any, first: int, last: int) -> None:
+        n, lanes, units, fold, halve = sizes.n, sizes.lanes, sizes.units, sizes.fold, sizes.halve
+        terms = lanes * (sizes.chain if code == CHAIN else units * part * parts)
+        totals = np.empty(lanes * wide, np.float32)
         for panel in range(first, last):
-            place = panel * k * width
-            output = panel * width
-            count = min(width, n - output)
-            if m == 1:
-                total = zeros(width)
-                for i in range(k):
-                    total = chain_step(total, x, i, w, place + i * width)
-                store_first(total, out, output, count)
-                continue
-            for row in range(0, m, 4):
-                row1 = min(row + 1, m - 1)
-                row2 = min(row + 2, m - 1)
-                row3 = min(row + 3, m - 1)
-                sum0 = sum1 = sum2 = sum3 = zeros(width)
-                for i in range(k):
-                    at = place + i * width
-                    sum0 = chain_step(sum0, x, row * k + i, w, at)
-                    sum1 = chain_step(sum1, x, row1 * k + i, w, at)
-                    sum2 = chain_step(sum2, x, row2 * k + i, w, at)
-                    sum3 = chain_step(sum3, x, row3 * k + i, w, at)
-                store_first(sum0, out, row * n + output, count)
-                store_first(sum1, out, row1 * n + output, count)
-                store_first(sum2, out, row2 * n + output, count)
-                store_first(sum3, out, row3 * n + output, count)
+            for group in range(sizes.groups):
+                i = group * terms * rows
+                j = panel * terms * PANEL
+                c = panel * lanes * units * coefficients * PANEL
+                s = group * lanes * units * inputs * rows
+                for lane in range(lanes):
+                    total = zeros(wide)
+                    if code == CHAIN:
+                        for _ in range(sizes.chain):
+                            total = fma_in(spread(x, i, PANEL, rows), load(w, j, PANEL, rows), total, chained)
+                            i += rows
+                            j += PANEL
+                    else:
+                        for _ in range(units):
+                            unit, other, held = zeros(wide), zeros(wide), zeros(wide)
+                            for nth in range(accumulators):
+                                a = zeros(wide)
+                                for _ in range(chains):
+                                    one = zeros(wide)
+                                    for _ in range(part):
+                                        one = fma(spread(x, i, PANEL, rows), load(w, j, PANEL, rows), one)
+                                        i += rows
+                                        j += PANEL
+                                    a = one if chains == 1 else add(a, one)
+                                if code == Q4_0 and nth == 0:
+                                    unit = fma(spread(_NUMBERS, 0, wide, 1), spread(sums, s, PANEL, rows), a)
+                                elif code == Q4_K:
+                                    if nth % 2 == 0:
+                                        held = a
+                                    else:
+                                        pair = nth // 2
+                                        y = spread(sums, s + pair * rows, PANEL, rows)
+                                        least = load(scales, c + (4 + pair) * PANEL, PANEL, rows)
+                                        scale = load(scales, c + pair * PANEL, PANEL, rows)
+                                        a = fma(spread(_NUMBERS, 5, wide, 1), a, held)
+                                        if pair == 0:
+                                            unit, other = mul(a, scale), mul(y, least)
+                                        else:
+                                            other = fma(y, least, other)
+                                            if pair == 2:
+                                                unit = fma(a, scale, unit)
+                                            else:
+                                                unit = fma(mul(a, scale), spread(_NUMBERS, 4, wide, 1), unit)
+                                elif code == Q6_K:
+                                    scale = load(scales, c + nth * PANEL, PANEL, rows)
+                                    unit = mul(a, scale) if nth == 0 else fma(a, scale, unit)
+                                elif code == Q8_1_K or code == Q8_1_SCALES:
+                                    y = spread(sums, s + nth * rows, PANEL, rows)
+                                    unit = fma(y, mul(a, load(scales, c + nth * PANEL, PANEL, rows)), unit)
+                                    if code == Q8_1_K:
+                                        least = load(scales, c + (2 + nth) * PANEL, PANEL, rows)
+                                        codes = spread(sums, s + (2 + nth) * rows, PANEL, rows)
+                                        other = fma(y, mul(codes, least), other)
+                                elif code == TILE_SCALES:
+                                    scale = load(scales, c + nth * PANEL, PANEL, rows)
+                                    if nth % 2 == 0:
+                                        held = mul(a, scale)
+                                    else:
+                                        y = spread(sums, s + nth // 2 * rows, PANEL, rows)
+                                        unit = fma(fma(a, scale, held), y, unit)
+                                else:
+                                    unit = a if nth == 0 else add(unit, a)
+                            if code == ADD:
+                                total = add(total, unit)
+                            elif code == AFFINE:
+                                shift = mul(
+                                    load(scales, c + PANEL, PANEL, rows), spread(sums, s, PANEL, rows)
+                                )
+                                total = add(total, fma(load(scales, c, PANEL, rows), unit, shift))
+                            elif code == SCALE or code == Q4_0:
+                                total = fma(load(scales, c, PANEL, rows), unit, total)
+                            elif code == Q4_K or code == Q8_1_K:
+                                d = c + (coefficients - 2) * PANEL
+                                shift = negative(mul(load(scales, d + PANEL, PANEL, rows), other))
+                                total = add(total, fma(load(scales, d, PANEL, rows), unit, shift))
+                            elif code == Q6_K or code == Q8_1_SCALES or code == TILE_SCALES:
+                                d = c + (coefficients - 1) * PANEL
+                                total = fma(load(scales, d, PANEL, rows), unit, total)
+                            else:
+                                scale = load(scales, c, PANEL, rows)
+                                y = spread(sums, s, PANEL, rows)
+                                if code == TILE:
+                                    total = fma(mul(unit, scale), y, total)
+                                elif code == Q8_1_SCALE:
+                                    total = fma(mul(scale, y), unit, total)
+                                elif code == Q8_1:
+                                    shift = mul(
+                                        spread(_NUMBERS, 1, wide, 1), spread(sums, s + rows, PANEL, rows)
+                                    )
+                                    total = fma(scale, fma(unit, y, shift), total)
+                                else:
+                                    least = load(scales, c + PANEL, PANEL, rows)
+                                    shift = spread(sums, s + rows, PANEL, rows)
+                                    if code == TILE_MIN:
+                                        total = fma(mul(scale, y), unit, total)
+                                        total = fma(least, shift, total)
+                                    else:
+                                        share = spread(_NUMBERS, 2 if code == Q8_1_MIN2 else 3, wide, 1)
+                                        shift = mul(rounded(mul(least, shift), "float16"), share)
+                                        scale = rounded(mul(scale, y), "float16")
+                                        total = add(total, fma(unit, scale, shift))
+                            c += coefficients * PANEL
+                            s += inputs * rows
+                    total = rounded(total, partial)
+                    store(add(total, zeros(wide)) if sizes.zeroed else total, totals, lane * wide)
+                for lane in range(fold if fold < lanes else 0):
+                    total = load(totals, lane * wide, wide, 1)
+                    for other in range(lane + fold, lanes, fold):
+                        total = rounded(add(total, load(totals, other * wide, wide, 1)), partial)
+                    store(total, totals, lane * wide)
+                half = halve // 2
+                while half:
+                    for start in range(0, fold, halve):
+                        for lane in range(start, start + half):
+                            low = load(totals, lane * wide, wide, 1)
+                            high = load(totals, (lane + half) * wide, wide, 1)
+                            store(add(low, high), totals, lane * wide)
+                    half //= 2
+                total = load(totals, 0, wide, 1)
+                for start in range(halve, fold, halve):
+                    total = rounded(add(total, load(totals, start * wide, wide, 1)), partial)
+                place = group * rows * n + panel * PANEL
+                store_rows(rounded(total, output), out, place, n, PANEL, min(PANEL, n - panel * PANEL))
 
-    return _compiled(loop, _SUM)
+    loop.__name__ = f"{join}_{part}x{parts}_{weights}_{chained}_{partial}_{output}_{rows}"
+    weight = types.Array(_ITEMS[weights], 1, "C", readonly=True)
+    return compiled(loop, [void(_IN, _IN, weight, _IN, _OUT, _SIZES, intp, intp)], simd)
+
+
+@cache
+def input_loop(rows: int) -> Loop:
+    """Lays rows out by terms: takes flat x (m, k), item numbers of the terms (-1: +0.0), powers of two, flat out
+    (group, term, row), k, groups. An input is divided by the power and multiplied by it again."""
+
+    def loop(x: Any, items: Any, scales: Any, out: Any, k: int, groups: int) -> None:
+        place = 0
+        for group in range(groups):
+            for term in range(len(items)):
+                item = items[term]
+                scale = scales[term]
+                for row in range(group * rows, group * rows + rows):
+                    value = x[row * k + item] if item >= 0 else np.float32(0.0)
+                    out[place] = value / scale * scale
+                    place += 1
+
+    return compiled(loop, [void(_IN, _INDEX, _IN, _OUT, intp, intp)])
+
+
+@cache
+def unit_sums_loop(run: int, dtype: str, rows: int) -> Loop:
+    """Sums of a unit's inputs: runs of ``run`` items are added in ``dtype`` and then in float32.
+
+    Takes flat x (group, item, row), flat out (group, unit, row), items of a unit, units of all groups.
+    """
+
+    def loop(x: Any, out: Any, items: int, units: int) -> None:
+        i = 0
+        for unit in range(units):
+            total = zeros(rows)
+            for _ in range(items // run):
+                part = load(x, i, rows, 1)
+                i += rows
+                for _ in range(run - 1):
+                    part = rounded(add(part, load(x, i, rows, 1)), dtype)
+                    i += rows
+                total = add(total, part)
+            store(total, out, unit * rows)
+
+    loop.__name__ = f"sums_of_{run}_{dtype}_{rows}"
+    return compiled(loop, [void(_IN, _OUT, intp, intp)], simd)
+
+
+@cache
+def picked_sums_loop(rows: int) -> Loop:
+    """Sums of a unit's inputs in float32, each of groups of runs: takes flat x (group, item, row), flat out
+    (group, unit, sum, row), positions in a unit (sum, group, run, item), items of a unit, units of all groups."""
+
+    def loop(x: Any, out: Any, positions: Any, items: int, units: int) -> None:
+        place = 0
+        for unit in range(units):
+            first = unit * items
+            for nth in range(positions.shape[0]):
+                total = zeros(rows)
+                for group in range(positions.shape[1]):
+                    several = zeros(rows)
+                    for run in range(positions.shape[2]):
+                        part = load(x, (first + positions[nth, group, run, 0]) * rows, rows, 1)
+                        for item in range(1, positions.shape[3]):
+                            at = (first + positions[nth, group, run, item]) * rows
+                            part = add(part, load(x, at, rows, 1))
+                        several = add(several, part)
+                    total = add(total, several)
+                store(total, out, place)
+                place += rows
+
+    loop.__name__ = f"picked_sums_{rows}"
+    positions = types.Array(int64, 4, "C", readonly=True)
+    return compiled(loop, [void(_IN, _OUT, positions, intp, intp)], simd)
+
+
+@cache
+def affine_loop() -> Loop:
+    """scale * code + bias with one rounding: flat codes (32 items of one group at a time), scales and biases (one
+    each a group), flat out, items of a group."""
+
+    def loop(codes: Any, scales: Any, biases: Any, out: Any, size: int) -> None:
+        for group in range(len(scales)):
+            scale, bias = spread(scales, group, 8, 1), spread(biases, group, 8, 1)
+            for i in range(group * size, group * size + size, 8):
+                store(fma(scale, load(codes, i, 8, 1), bias), out, i)
+
+    return compiled(loop, [void(types.Array(uint8, 1, "C", readonly=True), _IN, _IN, _OUT, intp)], simd)

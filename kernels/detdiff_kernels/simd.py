@@ -1,21 +1,32 @@
 """Vector operations for compiled loops: a few LLVM instructions each, so rounding is what a loop says.
 
 Only code compiled by numba may call them. A vector holds float32 values, one per lane, and every lane gets
-the bits that the scalar operation would give. Arrays are flat; offsets count items. A uint16 array holds
-float16 bits, and loading it widens, which is exact. No fastmath flag is set anywhere.
+the bits that the scalar operation would give. Arrays are flat; offsets count items. What an array's items are
+is told by its dtype: float32, uint16 (float16 bits), int16 (bfloat16 bits), uint8 and int8 (codes); loading
+widens them, which is exact. No fastmath flag is set anywhere.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic, models, register_model
 
 _FLOAT = ir.FloatType()
+_HALF = ir.HalfType()
 _INT32 = ir.IntType(32)
+_INT16 = ir.IntType(16)
+_INT8 = ir.IntType(8)
+_ITEMS = {
+    types.float32: _FLOAT,
+    types.uint16: _HALF,
+    types.int16: _INT16,
+    types.uint8: _INT8,
+    types.int8: _INT8,
+}
 
 
 class Vector(types.Type):  # type: ignore[misc]
@@ -38,85 +49,64 @@ def _vector(lanes: int, item: Any = _FLOAT) -> Any:
     return ir.VectorType(item, lanes)
 
 
+def _operation(typing: Callable[..., Any]) -> Callable[..., Any]:
+    made: Callable[..., Any] = intrinsic(prefer_literal=True)(typing)
+    return made
+
+
+def _pointer(context: Any, builder: Any, array: Any, value: Any, offset: Any, kind: Any) -> Any:
+    data = context.make_array(array)(context, builder, value).data
+    return builder.bitcast(builder.gep(data, [offset]), kind.as_pointer())
+
+
+def _load(context: Any, builder: Any, array: Any, value: Any, offset: Any, lanes: int) -> Any:
+    kind = _vector(lanes, _ITEMS[array.dtype])
+    pointer = _pointer(context, builder, array, value, offset, kind)
+    loaded = builder.load(pointer, align=int(array.dtype.bitwidth // 8))
+    if array.dtype == types.uint16:
+        return builder.fpext(loaded, _vector(lanes))
+    if array.dtype == types.int16:
+        wide = builder.zext(loaded, _vector(lanes, _INT32))
+        return builder.bitcast(builder.shl(wide, _same(lanes, 16)), _vector(lanes))
+    if array.dtype == types.uint8:
+        # Through int32, for which processors have a conversion.
+        return builder.sitofp(builder.zext(loaded, _vector(lanes, _INT32)), _vector(lanes))
+    if array.dtype == types.int8:
+        return builder.sitofp(builder.sext(loaded, _vector(lanes, _INT32)), _vector(lanes))
+    return loaded
+
+
+def _same(lanes: int, number: int) -> Any:
+    return ir.Constant(_vector(lanes, _INT32), [number] * lanes)
+
+
 def _splat(builder: Any, scalar: Any, lanes: int) -> Any:
     one = builder.insert_element(ir.Constant(_vector(lanes, scalar.type), ir.Undefined), scalar, _INT32(0))
     return builder.shuffle_vector(one, one, ir.Constant(_vector(lanes, _INT32), [0] * lanes))
 
 
-def _pick(builder: Any, vector: Any, numbers: range) -> Any:
-    """The lanes ``numbers`` of a vector, as a shorter vector."""
-    chosen = ir.Constant(_vector(len(numbers), _INT32), list(numbers))
-    return builder.shuffle_vector(vector, vector, chosen)
-
-
-def _below(builder: Any, limit: Any, lanes: int) -> Any:
-    """A mask: true in the lanes whose number is below ``limit``."""
-    limits = _splat(builder, builder.trunc(limit, _INT32), lanes)
-    return builder.icmp_signed("<", ir.Constant(limits.type, list(range(lanes))), limits)
+def _joined(builder: Any, parts: list[Any]) -> Any:
+    """Vectors of one length, one behind the other; the number of them is a power of two."""
+    while len(parts) > 1:
+        count = parts[0].type.count
+        numbers = ir.Constant(_vector(2 * count, _INT32), list(range(2 * count)))
+        pairs = zip(parts[::2], parts[1::2], strict=True)
+        parts = [builder.shuffle_vector(low, high, numbers) for low, high in pairs]
+    return parts[0]
 
 
 def _fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
-    kind = ir.FunctionType(c.type, [c.type] * 3)
-    name = f"llvm.fma.v{c.type.count}f32"
-    return builder.call(builder.module.declare_intrinsic(name, fnty=kind), [a, b, c])
+    kind = c.type
+    name = f"llvm.fma.v{kind.count}f32"
+    function = builder.module.declare_intrinsic(name, fnty=ir.FunctionType(kind, [kind] * 3))
+    return builder.call(function, [a, b, c])
 
 
-class _Memory(NamedTuple):
-    """Where a flat array's items are, while code for one use of it is generated."""
-
-    context: Any
-    builder: Any
-    array: Any
-
-    @property
-    def item(self) -> Any:
-        return ir.HalfType() if self.array.dtype == types.uint16 else _FLOAT
-
-    def at(self, value: Any, offset: Any, lanes: int) -> Any:
-        data = self.context.make_array(self.array)(self.context, self.builder, value).data
-        pointer = self.builder.gep(data, [offset])
-        return self.builder.bitcast(pointer, _vector(lanes, self.item).as_pointer())
-
-    @property
-    def align(self) -> int:
-        return int(self.array.dtype.bitwidth // 8)
-
-    def load(self, pointer: Any, lanes: int) -> Any:
-        return self._widen(self.builder.load(pointer, align=self.align), lanes)
-
-    def load_first(self, pointer: Any, lanes: int, count: Any) -> Any:
-        """The first ``count`` items, +0.0 in the other lanes; memory behind those items is not touched."""
-        kind = _vector(lanes, self.item)
-        mask = _below(self.builder, count, lanes)
-        size = "f16" if self.array.dtype == types.uint16 else "f32"
-        call = ir.FunctionType(kind, [pointer.type, _INT32, mask.type, kind])
-        masked = self.builder.module.declare_intrinsic(f"llvm.masked.load.v{lanes}{size}.p0", fnty=call)
-        filled = ir.Constant(kind, [0.0] * lanes)
-        loaded = self.builder.call(masked, [pointer, _INT32(self.align), mask, filled])
-        return self._widen(loaded, lanes)
-
-    def load_turns(self, value: Any, offset: Any, lanes: int) -> Callable[[int], Any]:
-        """Loads the vector at ``offset`` plus a number of whole vectors."""
-
-        def turn(number: int) -> Any:
-            place = self.builder.add(offset, ir.Constant(offset.type, number * lanes))
-            return self.load(self.at(value, place, lanes), lanes)
-
-        return turn
-
-    def store_first(self, vector: Any, pointer: Any, lanes: int, count: Any) -> None:
-        mask = _below(self.builder, count, lanes)
-        call = ir.FunctionType(ir.VoidType(), [vector.type, pointer.type, _INT32, mask.type])
-        masked = self.builder.module.declare_intrinsic(f"llvm.masked.store.v{lanes}f32.p0", fnty=call)
-        self.builder.call(masked, [vector, pointer, _INT32(self.align), mask])
-
-    def _widen(self, loaded: Any, lanes: int) -> Any:
-        return loaded if self.item is _FLOAT else self.builder.fpext(loaded, _vector(lanes))
-
-
-def _operation(typing: Callable[..., Any]) -> Callable[..., Any]:
-    made: Callable[..., Any] = intrinsic(prefer_literal=True)(typing)
-    return made
+def _fabs(builder: Any, value: Any) -> Any:
+    kind = value.type
+    name = f"llvm.fabs.v{kind.count}f64"
+    function = builder.module.declare_intrinsic(name, fnty=ir.FunctionType(kind, [kind]))
+    return builder.call(function, [value])
 
 
 @_operation
@@ -131,105 +121,171 @@ def zeros(typing: Any, lanes: Any) -> Any:
 
 
 @_operation
-def chain_step(typing: Any, total: Any, array: Any, offset: Any, weights: Any, place: Any) -> Any:
-    """``chain_step(total, x, i, w, j)``: lane l becomes fma(x[i], w[j + l], total[l])."""
+def load(typing: Any, array: Any, offset: Any, lanes: Any, times: Any) -> Any:
+    """``load(a, i, lanes, times)``: the ``lanes`` items ``a[i]`` and on, ``times`` times one behind the other."""
+    width, count = lanes.literal_value, times.literal_value
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        before, x, i, w, j = values
-        inputs, weight = _Memory(context, builder, array), _Memory(context, builder, weights)
-        one = inputs.load(inputs.at(x, i, 1), 1)
-        scalar = builder.extract_element(one, _INT32(0))
-        row = weight.load(weight.at(w, j, total.lanes), total.lanes)
-        return _fma(builder, _splat(builder, scalar, total.lanes), row, before)
+        loaded = _load(context, builder, array, values[0], values[1], width)
+        return _joined(builder, [loaded] * count)
 
-    return total(total, array, types.intp, weights, types.intp), generate
-
-
-def _by_turn(builder: Any, wide: Any, each: int) -> list[Any]:
-    """Splits ``lanes * each`` items, lane by lane, into ``each`` vectors: first items, second items, ...
-
-    One halving into even and odd items after another, because processors shuffle two registers at a time.
-    """
-    if each == 1:
-        return [wide]
-    count = wide.type.count
-    if each % 2:
-        return [_pick(builder, wide, range(turn, count, each)) for turn in range(each)]
-    even = _by_turn(builder, _pick(builder, wide, range(0, count, 2)), each // 2)
-    odd = _by_turn(builder, _pick(builder, wide, range(1, count, 2)), each // 2)
-    return [turn for pair in zip(even, odd, strict=True) for turn in pair]
-
-
-def _lane_step(builder: Any, total: Any, inputs: Callable[[int], Any], wide: Any, each: int) -> Any:
-    for turn, weight in enumerate(_by_turn(builder, wide, each)):
-        total = _fma(builder, inputs(turn), weight, total)
-    return total
+    return Vector(width * count)(array, types.intp, lanes, times), generate
 
 
 @_operation
-def lane_step(typing: Any, total: Any, array: Any, offset: Any, weights: Any, place: Any, each: Any) -> Any:
-    """``lane_step(total, x, i, w, j, each)``: lane l adds its ``each`` products, in ascending order, by FMA.
-
-    Lane l owns the weights ``w[j + l * each]`` and on. Its inputs are ``x[i + l]``, ``x[i + lanes + l]`` and
-    on: x is laid out by turn already, because all outputs share it.
-    """
-    wide = total.lanes * each.literal_value
+def spread(typing: Any, array: Any, offset: Any, lanes: Any, times: Any) -> Any:
+    """``spread(a, i, lanes, times)``: ``a[i]`` in ``lanes`` lanes, then ``a[i + 1]``, ``times`` items in all."""
+    width, count = lanes.literal_value, times.literal_value
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        before, x, i, w, j, _ = values
-        inputs, weight = _Memory(context, builder, array), _Memory(context, builder, weights)
-        turns = inputs.load_turns(x, i, total.lanes)
-        return _lane_step(
-            builder, before, turns, weight.load(weight.at(w, j, wide), wide), each.literal_value
+        parts = []
+        for number in range(count):
+            offset = builder.add(values[1], ir.Constant(values[1].type, number))
+            one = _load(context, builder, array, values[0], offset, 1)
+            parts.append(_splat(builder, builder.extract_element(one, _INT32(0)), width))
+        return _joined(builder, parts)
+
+    return Vector(width * count)(array, types.intp, lanes, times), generate
+
+
+@_operation
+def fma(typing: Any, a: Any, b: Any, c: Any) -> Any:
+    """``fma(a, b, c)``: a * b + c with one rounding."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        return _fma(builder, *values)
+
+    return c(a, b, c), generate
+
+
+@_operation
+def fma_in(typing: Any, a: Any, b: Any, c: Any, dtype: Any) -> Any:
+    """``fma_in(a, b, c, dtype)``: a * b + c rounded once to the literal dtype, in which a, b and c are exact."""
+    kind, lanes = dtype.literal_value, c.lanes
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        if kind == "float32":
+            return _fma(builder, *values[:3])
+        # The product of two narrow numbers is exact in float64. Their sum with a third can be inexact there, but not
+        # near enough to a tie to matter. On its way through float32 it is rounded to odd, which keeps on which side
+        # of a tie it lies.
+        wide = _vector(lanes, ir.DoubleType())
+        x, y, z = (builder.fpext(value, wide) for value in values[:3])
+        exact = builder.fadd(builder.fmul(x, y), z)
+        near = builder.fptrunc(exact, _vector(lanes))
+        back = builder.fpext(near, wide)
+        bits = builder.bitcast(near, _vector(lanes, _INT32))
+        even = builder.icmp_signed("==", builder.and_(bits, _same(lanes, 1)), _same(lanes, 0))
+        missed = builder.and_(builder.fcmp_ordered("one", back, exact), even)
+        outwards = _fabs(builder, exact), _fabs(builder, back)
+        step = builder.select(builder.fcmp_ordered(">", *outwards), _same(lanes, 1), _same(lanes, -1))
+        odd = builder.bitcast(
+            builder.add(bits, builder.select(missed, step, _same(lanes, 0))), _vector(lanes)
         )
+        return _rounded(builder, odd, kind, lanes)
 
-    return total(total, array, types.intp, weights, types.intp, each), generate
-
-
-@_operation
-def lane_last_step(
-    typing: Any, total: Any, array: Any, offset: Any, weights: Any, place: Any, each: Any, left: Any
-) -> Any:
-    """``lane_last_step(total, x, i, w, j, each, left)``: ``lane_step`` with only ``left`` weights.
-
-    Missing weights are +0.0, and so must the missing inputs in x be; a lane adds their product as any other.
-    """
-    wide = total.lanes * each.literal_value
-
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        before, x, i, w, j, _, count = values
-        inputs, weight = _Memory(context, builder, array), _Memory(context, builder, weights)
-        turns = inputs.load_turns(x, i, total.lanes)
-        loaded = weight.load_first(weight.at(w, j, wide), wide, count)
-        return _lane_step(builder, before, turns, loaded, each.literal_value)
-
-    return total(total, array, types.intp, weights, types.intp, each, types.intp), generate
+    return c(a, b, c, dtype), generate
 
 
 @_operation
-def halving_sum(typing: Any, vector: Any) -> Any:
-    """``halving_sum(vector)``: lane l adds lane l + n/2, then l + n/4, down to one float32."""
+def add(typing: Any, a: Any, b: Any) -> Any:
+    """``add(a, b)``: a + b."""
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        part, lanes = values[0], vector.lanes
-        while lanes > 1:
-            lanes //= 2
-            part = builder.fadd(
-                _pick(builder, part, range(lanes)), _pick(builder, part, range(lanes, 2 * lanes))
-            )
-        return builder.extract_element(part, _INT32(0))
+        return builder.fadd(*values)
 
-    return types.float32(vector), generate
+    return a(a, b), generate
 
 
 @_operation
-def store_first(typing: Any, vector: Any, array: Any, offset: Any, count: Any) -> Any:
-    """``store_first(vector, out, i, count)``: writes the first ``count`` lanes to ``out[i]`` and on."""
+def mul(typing: Any, a: Any, b: Any) -> Any:
+    """``mul(a, b)``: a * b."""
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        value, out, i, limit = values
-        memory = _Memory(context, builder, array)
-        memory.store_first(value, memory.at(out, i, vector.lanes), vector.lanes, limit)
+        return builder.fmul(*values)
+
+    return a(a, b), generate
+
+
+@_operation
+def negative(typing: Any, a: Any) -> Any:
+    """``negative(a)``: a with the other sign."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        return builder.fneg(values[0])
+
+    return a(a), generate
+
+
+@_operation
+def times(typing: Any, a: Any, factor: Any) -> Any:
+    """``times(a, f)``: a times the literal integer f."""
+    lanes, number = a.lanes, float(factor.literal_value)
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        return builder.fmul(values[0], ir.Constant(_vector(lanes), [number] * lanes))
+
+    return a(a, factor), generate
+
+
+@_operation
+def rounded(typing: Any, a: Any, dtype: Any) -> Any:
+    """``rounded(a, dtype)``: every lane rounded to nearest even in the literal dtype, and widened again."""
+    kind, lanes = dtype.literal_value, a.lanes
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        return _rounded(builder, values[0], kind, lanes)
+
+    return a(a, dtype), generate
+
+
+def _rounded(builder: Any, value: Any, kind: str, lanes: int) -> Any:
+    if kind == "float16":
+        return builder.fpext(builder.fptrunc(value, _vector(lanes, _HALF)), _vector(lanes))
+    return _bfloat16(builder, value, lanes) if kind == "bfloat16" else value
+
+
+def _bfloat16(builder: Any, value: Any, lanes: int) -> Any:
+    bits = builder.bitcast(value, _vector(lanes, _INT32))
+    odd = builder.and_(builder.lshr(bits, _same(lanes, 16)), _same(lanes, 1))
+    up = builder.add(bits, builder.add(odd, _same(lanes, 0x7FFF)))
+    # Adding could carry a NaN's payload into infinity; a NaN stays one, and quiet.
+    quiet = builder.or_(bits, _same(lanes, 0x400000))
+    number = builder.fcmp_ordered("ord", value, value)
+    kept = builder.and_(builder.select(number, up, quiet), _same(lanes, 0xFFFF0000))
+    return builder.bitcast(kept, _vector(lanes))
+
+
+@_operation
+def store(typing: Any, vector: Any, array: Any, offset: Any) -> Any:
+    """``store(v, a, i)``: writes all lanes to float32 ``a[i]`` and on."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        pointer = _pointer(context, builder, array, values[1], values[2], values[0].type)
+        builder.store(values[0], pointer, align=4)
         return context.get_dummy_value()
 
-    return types.none(vector, array, types.intp, types.intp), generate
+    return types.none(vector, array, types.intp), generate
+
+
+@_operation
+def store_rows(typing: Any, vector: Any, array: Any, offset: Any, stride: Any, lanes: Any, count: Any) -> Any:
+    """``store_rows(v, a, i, stride, lanes, count)``: of every ``lanes`` lanes, which are a row, the first ``count``
+    to float32 ``a[i]`` and on, the next row to ``a[i + stride]`` and on; nothing else is touched."""
+    width = lanes.literal_value
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        value, out, offset, distance, _, limit = values
+        limits = _splat(builder, builder.trunc(limit, _INT32), width)
+        mask = builder.icmp_signed("<", ir.Constant(limits.type, list(range(width))), limits)
+        for first in range(0, vector.lanes, width):
+            numbers = ir.Constant(_vector(width, _INT32), list(range(first, first + width)))
+            part = builder.shuffle_vector(value, value, numbers)
+            pointer = _pointer(context, builder, array, out, offset, part.type)
+            kind = ir.FunctionType(ir.VoidType(), [part.type, pointer.type, _INT32, mask.type])
+            function = builder.module.declare_intrinsic(f"llvm.masked.store.v{width}f32.p0", fnty=kind)
+            builder.call(function, [part, pointer, _INT32(4), mask])
+            offset = builder.add(offset, distance)
+        return context.get_dummy_value()
+
+    return types.none(vector, array, types.intp, types.intp, lanes, types.intp), generate

@@ -86,7 +86,10 @@ Span = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Plan:
-    """How to write a trace; every field has the value of an ordinary run."""
+    """How to write a trace; every field has the value of an ordinary run.
+
+    With ``whole`` n, linear sites take ``reference/gemm`` for whole groups of n rows and ``reference/gemv`` for the rest.
+    """
 
     asks: Sequence[Ask]
     forwards: Sequence[Sequence[Span]]
@@ -94,6 +97,7 @@ class Plan:
     layers: int = 2
     recurrent: bool = False
     path: Callable[[int], str] = lambda rows: "native"
+    whole: int | None = None
     events: Mapping[int, list[dict[str, Any]]] = field(default_factory=dict)
     absent: frozenset[tuple[str, str]] = frozenset()
     skip: frozenset[int] = frozenset()
@@ -247,6 +251,14 @@ def _write_forward(
         {"path": name, "rule": rule, "rows": total, "second_last": total, "sites": format_ranges(sites)}
         for name, rule, sites in ((path, f"{total} rows -> {path}", linear), ("native", "", others))
     ]
+    if plan.whole is not None:
+        groups = total - total % plan.whole
+        parts = [("reference/gemm", 0, groups), ("reference/gemv", groups, total)]
+        calls = [
+            {**calls[0], "path": name, "rule": f"fours -> {name}", "at": format_ranges(range(first, last))}
+            for name, first, last in parts
+            if first < last
+        ] + calls[1:]
     phases = ["decode" if start >= len(plan.asks[r].prompt) else "prefill" for r, start, _ in spans]
     line: dict[str, Any] = {
         "forward": number,

@@ -18,6 +18,7 @@ from tiny import tiny
 from detdiff.engine import generate
 from detdiff.instrument import Session
 from detdiff.instrument.forward import Forward, Segment
+from detdiff.instrument.paths import Taken
 from detdiff.instrument.sites import Arrays
 from detdiff.instrument.taps import cache_classes, model_modules
 
@@ -52,8 +53,8 @@ class Keep:
         ports = [(name, bits(array).tobytes()) for name, array in (*inputs, *outputs)]
         self.seen.append((key, kind, parent, ports))
 
-    def call(self, key: str, rows: int, second_last: int, path: str, rule: str) -> None:
-        self.seen.append((key, rows, second_last, path, rule))
+    def call(self, key: str, taken: Taken) -> None:
+        self.seen.append((key, *taken))
 
     def cache_call(self, key: str, keys: mx.array, values: mx.array, calls: Any) -> None:
         self.seen.append((key, bits(keys).tobytes(), bits(values).tobytes()))

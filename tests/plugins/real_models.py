@@ -35,21 +35,31 @@ def smollm2_bf16() -> Path:
     return _lay_out("bf16", "--dtype", "bf16")
 
 
+@pytest.fixture(scope="session")
+def gemma270_bf16() -> Path:
+    """Gemma 3 270M, unpacked to dense bfloat16; only where it is asked for."""
+    if not os.environ.get("DETDIFF_TEST_GEMMA"):
+        pytest.skip(
+            "set DETDIFF_TEST_GEMMA=1 to fetch Gemma 3 270M, whose weights come under the Gemma terms of use"
+        )
+    return _lay_out("bf16", "--dtype", "bf16", model="gemma270")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    real = {"smollm2_packed_bf16", "smollm2_packed_f32", "smollm2_bf16"}
+    real = {"smollm2_packed_bf16", "smollm2_packed_f32", "smollm2_bf16", "gemma270_bf16"}
     for item in items:
         if real & set(getattr(item, "fixturenames", ())):
             item.add_marker("real_model")
 
 
-def _lay_out(kind: str, *options: str) -> Path:
+def _lay_out(kind: str, *options: str, model: str = "smollm2") -> Path:
     cache = Path(os.environ.get("DETDIFF_MODEL_CACHE") or Path.home() / ".cache" / "detdiff")
-    directory = cache / "tests" / f"smollm2-{kind}-{_import_version()}"
-    command = [sys.executable, str(TOOL), "smollm2", str(directory), *options]
+    directory = cache / "tests" / f"{model}-{kind}-{_import_version()}"
+    command = [sys.executable, str(TOOL), model, str(directory), *options]
     done = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         problem = (
-            f"no real model: `python {TOOL} smollm2 DEST {' '.join(options)}` said: {done.stderr[-1000:]}"
+            f"no real model: `python {TOOL} {model} DEST {' '.join(options)}` said: {done.stderr[-1000:]}"
         )
         if os.environ.get("CI"):
             pytest.fail(problem)

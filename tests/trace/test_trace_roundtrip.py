@@ -24,6 +24,7 @@ from detdiff.trace import (
     Trace,
     TraceWriter,
     Value,
+    flat_row,
     format_ranges,
     parse_ranges,
     ports_of,
@@ -303,7 +304,43 @@ def test_header_blocks_and_names(tmp_path: Path) -> None:
     call = trace.call(0, 3)
     assert call is not None and call["path"] == "native"
     assert trace.call(0, 2) is None
+    # Row by row, and without a row as the first of them.
+    paths = {"reference/a/mm": (0, 2), "reference/a/mv": (1, 2), None: (1, 3)}
+    for path, row in paths.items():
+        found = trace.call(2, 1, row)
+        assert (found and found["path"]) == path
+    first = trace.call(2, 1)
+    assert first is not None and first["path"] == "reference/a/mm"
     assert trace.forwards()[-1]["forward"] == 4 and trace.forwards()[0]["events"] == []
+
+
+PADDED = {
+    "layout": "padded",
+    "shape": [3, 5],
+    "rows": [
+        {"request": 1, "slot": 0, "start": 7, "count": 5, "phase": "prefill"},
+        {"request": 0, "slot": 2, "start": 0, "count": 3, "phase": "prefill"},
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("layout", "row", "place"),
+    [
+        ("padded", (1, 7), 0),
+        ("padded", (1, 11), 4),
+        ("padded", (0, 0), 10),
+        ("padded", (0, 2), 12),
+        ("packed", (1, 11), 4),
+        ("packed", (0, 0), 5),
+        ("packed", (0, 2), 7),
+        ("packed", (0, 3), None),
+        ("padded", (1, 6), None),
+        ("padded", (2, 7), None),
+    ],
+)
+def test_where_a_row_lies_in_its_forward(layout: str, row: tuple[int, int], place: int | None) -> None:
+    assert flat_row({**PADDED, "layout": layout}, *row) == place
 
 
 def test_reading_blocks_needs_memory_for_the_blocks_only(tmp_path: Path) -> None:

@@ -127,6 +127,11 @@ def extra_dimension(header: dict[str, Any], _: bytearray) -> None:
     header["digest/0"]["shape"].append(1)
 
 
+def _call(at: Any = None) -> dict[str, Any]:
+    """A call of site 1, for the rows ``at``."""
+    return {"path": "native", "sites": "1", **({} if at is None else {"at": at})}
+
+
 CASES: dict[str, tuple[type[errors.TraceError], Damage]] = {
     "no trace.json": (errors.NotATrace, with_file("trace.json", None)),
     "trace.json is a link": (errors.NotATrace, linked("trace.json")),
@@ -177,6 +182,18 @@ CASES: dict[str, tuple[type[errors.TraceError], Damage]] = {
         forward_field(0, "calls", [{"path": "native", "sites": "4"}]),
     ),
     "a call without a path": (errors.PlanLineError, forward_field(0, "calls", [{"sites": "1"}])),
+    "a call of all rows and of some": (
+        errors.PlanLineError,
+        forward_field(0, "calls", [_call(), _call("1")]),
+    ),
+    "two calls of one row": (errors.PlanLineError, forward_field(0, "calls", [_call("0-1"), _call("1")])),
+    "a site in two calls": (errors.PlanLineError, forward_field(0, "calls", [_call(), _call()])),
+    "a call of no rows": (errors.PlanLineError, forward_field(0, "calls", [_call("")])),
+    "rows that go back": (errors.PlanLineError, forward_field(0, "calls", [_call("1,0")])),
+    "a row as a number": (errors.PlanLineError, forward_field(0, "calls", [_call(1)])),
+    "a row beyond 2^31": (errors.PlanLineError, forward_field(0, "calls", [_call(str(1 << 31))])),
+    "rows beyond the shape": (errors.ForwardLineError, forward_field(0, "calls", [_call("0-2")])),
+    "a shape below the plan's rows": (errors.ForwardLineError, forward_field(3, "shape", [1, 1])),
     "a text without an id": (errors.TextLineError, appended("texts.jsonl", b'["a","b"]\n')),
     "two texts of one id": (errors.TextLineError, appended("texts.jsonl", b'[7,"eight"]\n')),
     "a name with ..": (errors.ShardNameError, shard_entry("name", "../shard-00000.safetensors")),

@@ -28,7 +28,11 @@ HEADER: dict[str, Any] = {
     "sites": SITES,
     "requests": [{"id": "a", "tokens": [1, 2], "max_tokens": 4}, {"id": "b", "tokens": [3]}],
 }
-CALLS = [{"path": "native", "rule": "", "rows": 2, "second_last": 2, "sites": "0-1,3"}]
+CALLS = [
+    {"path": "native", "rule": "", "rows": 2, "second_last": 2, "sites": "0,3"},
+    {"path": "reference/a/mm", "rule": "whole twos", "rows": 2, "second_last": 2, "sites": "1", "at": "0"},
+    {"path": "reference/a/mv", "rule": "the rest", "rows": 2, "second_last": 2, "sites": "1", "at": "1"},
+]
 
 
 def forward_line(number: int, plan: int = 0) -> dict[str, Any]:
@@ -104,6 +108,7 @@ def read_all(trace: Trace) -> int:
         assert forward["calls"] is not None
     for index in range(len(trace.forwards())):
         trace.call(index, 0)
+        trace.call(index, 1, (1, index))
     trace.generated()
     for number, shard in enumerate(trace.shards):
         for table in shard.tables:

@@ -1,0 +1,338 @@
+"""The `probe` command: what to probe from its options, and the answer as text."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from collections.abc import Iterator, Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from tabulate import tabulate
+
+from detdiff.commands.sides import Progress
+from detdiff.errors import CommandError
+from detdiff.probe import Function, Probe, find_target, probe
+from detdiff.probe.chart import chart
+from detdiff.probe.function import find_function
+from detdiff.probe.operation import Target
+from detdiff.probe.run import DEFAULT_ROWS
+from detdiff.probe.sweep import Finding
+from detdiff.probe.words import duration, letter, spans_of
+from detdiff.report.words import count, escaped
+
+SWEEP = "detdiff.probe-sweep/1"
+FEW = 4  # findings that are listed
+MODEL_ROWS = "1..8"  # unless others are asked for: a model has many shapes, and a large head
+LAYOUTS = {"packed": "[1, M, K]", "batch": "[M, 1, K]", "rows": "[M, K]"}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The command's options; ``layout`` is packed or batch, ``k`` the width of a function's rows."""
+
+    target: str | None
+    model: str | None
+    site: str | None
+    on: str | None
+    layout: str
+    rows: str | None
+    seeds: int
+    array: str | None
+    k: int | None
+    timed: bool
+
+    def check(self) -> None:
+        """Raises CommandError for options that contradict one another."""
+        own = self.target is not None and not self.target.startswith("linear:")
+        problem = None
+        if (self.target is None) == (self.model is None):
+            problem = "one of the two says what to probe: a TARGET (linear:K,N,dtype or module:function), or --model"
+        elif self.site is not None and self.model is None:
+            problem = "--site names a site of a model; give --model too, or leave --site out"
+        elif own and self.on is not None:
+            problem = (
+                "a function runs on what it calls itself; leave --on out (--array says which arrays it takes)"
+            )
+        elif not own and (self.array is not None or self.k is not None):
+            problem = "--array and --shape are for a function of your own; leave them out"
+        elif self.model is not None and self.on in ("numpy", "torch"):
+            problem = f"a model's sites run on MLX; leave --on {self.on} out, or name a profile or a kernel"
+        if problem is not None:
+            raise CommandError(f"These options do not go together: {problem}.")
+
+
+@dataclass(frozen=True)
+class Swept:
+    """One probe of a model's sweep, and the sites that it stands for."""
+
+    shape: str
+    op: str
+    sites: tuple[str, ...]
+    probe: Probe
+
+
+def answer(asked: Asked, progress: Progress) -> Probe | list[Swept]:
+    """Probes what is asked for: one target, or each linear shape of a model. Raises ProbeError and ModelError."""
+    asked.check()
+    # What a function of the user's prints must not end up in the answer.
+    with redirect_stdout(sys.stderr):
+        return _answer(asked, progress)
+
+
+def _answer(asked: Asked, progress: Progress) -> Probe | list[Swept]:
+    if asked.model is None or asked.site is not None:
+        return _run(_target(asked), asked, progress, "probe")
+    from detdiff.model import load
+    from detdiff.probe.sites import shapes_of
+
+    found = shapes_of(load(asked.model), asked.on or "native", asked.layout)
+    return [
+        Swept(
+            str(one.shape),
+            one.op,
+            one.sites,
+            _run(one.first, asked, progress, f"probe {place + 1}/{len(found)}"),
+        )
+        for place, one in enumerate(found)
+    ]
+
+
+def _target(asked: Asked) -> Target:
+    if asked.target is None:
+        from detdiff.model import load
+        from detdiff.probe.sites import find_site
+
+        assert asked.model is not None and asked.site is not None
+        return find_site(load(asked.model), asked.site, asked.on or "native", asked.layout)
+    found = find_target(asked.target, asked.on or "native", asked.layout)
+    if isinstance(found, Function):
+        return Function(*find_function(asked.target), asked.k, asked.array or "numpy")
+    return found
+
+
+def _run(target: Target, asked: Asked, progress: Progress, label: str) -> Probe:
+    whole = asked.model is not None and asked.site is None
+    rows = asked.rows if asked.rows is not None else MODEL_ROWS if whole else DEFAULT_ROWS
+    with progress(label) as on_rows:
+        return probe(target, rows=rows, seeds=asked.seeds, timed=asked.timed, progress=on_rows)
+
+
+def invariant(found: Probe | list[Swept]) -> bool:
+    """Nothing but a row's own content changed its bits, in any probe."""
+    return found.invariant if isinstance(found, Probe) else all(one.probe.invariant for one in found)
+
+
+def write_chart(found: Probe | list[Swept], path: Path) -> None:
+    """Writes the SVG; raises OSError."""
+    probes = [found] if isinstance(found, Probe) else [one.probe for one in found]
+    path.write_text(chart(probes), encoding="utf-8")
+
+
+def answer_json(found: Probe | list[Swept]) -> dict[str, Any]:
+    """The answer as JSON values; ``docs/probe.md`` lists the keys."""
+    if isinstance(found, Probe):
+        return found.to_json()
+    shapes = [
+        {"shape": one.shape, "op": one.op, "sites": list(one.sites), "probe": one.probe.to_json()}
+        for one in found
+    ]
+    return {"schema": SWEEP, "invariant": invariant(found), "shapes": shapes}
+
+
+def answer_text(found: Probe | list[Swept], *, width: int = 100) -> str:
+    """The answer as text, at most ``width`` columns wide where tables allow."""
+    parts = _probe(found) if isinstance(found, Probe) else _sweep(found)
+    return "\n\n".join(part if isinstance(part, str) else _wrapped(part, width) for part in parts) + "\n"
+
+
+def _wrapped(lines: list[str], width: int) -> str:
+    return "\n".join(
+        textwrap.fill(
+            line, max(40, width), subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
+        )
+        for line in lines
+    )
+
+
+def _probe(found: Probe) -> Iterator[str | list[str]]:
+    environment = found.environment
+    blas = ", ".join(environment.get("blas", ())) or "none seen"
+    where = f"; {environment['chip']}, BLAS loaded: {blas}" if environment else ""
+    yield [
+        escaped(
+            f"{found.target} on {found.on}: rows {LAYOUTS[found.layout]}, K {found.k}, {found.n:,} outputs a row, "
+            f"{found.dtype} in, {found.output_dtype} out; {count(found.seeds, 'seed')}{where}"
+        )
+    ]
+    yield _by_rows(found)
+    if found.errors is not None:
+        yield _by_class(found)
+    if paths := list(_path_lines(found)):
+        yield ["kernel paths:", *paths]
+    yield list(_facts(found)) + [f"note: {note}" for note in found.notes]
+
+
+def _by_rows(found: Probe) -> str:
+    home = {m: number for number, members in enumerate(found.classes) for m in members}
+    changes = {one.rows: one for one in found.against_one}
+    times = {time.rows: time for time in found.times or ()}
+    rows = []
+    for m in found.rows:
+        cells = [str(m), letter(home[m]), "-"]
+        if m in changes and changes[m].equal:
+            cells[2] = "equal"
+        elif m in changes:
+            one = changes[m]
+            apart = "" if one.max_ulp is None else f", at most {one.max_ulp:,} ULP"
+            cells[2] = f"{one.differing:,} of {one.outputs:,} differ{apart}"
+        if times:
+            time = times[m]
+            spread = "-" if m == 1 else f"{time.ratio:.2f} ({time.low:.2f}-{time.high:.2f})"
+            cells += [duration(time.seconds), duration(time.per_row), spread]
+        rows.append(cells)
+    headers = ["M", "bits", "row 0 against M=1"] + ["time", "per row", "of row by row"] * bool(times)
+    align = ["right", "left", "left"] + ["right", "right", "left"] * bool(times)
+    table: str = tabulate(rows, headers=headers, disable_numparse=True, colalign=align)
+    return table
+
+
+def _by_class(found: Probe) -> str:
+    rows = []
+    for number, one in enumerate(found.errors or ()):
+        relative = ["-" if x is None else f"{x:.2e}" for x in (one.max_relative, one.mean_relative)]
+        odd = [f"{one.non_finite:,}"] if any(e.non_finite for e in found.errors or ()) else []
+        rows.append(
+            [
+                letter(number),
+                spans_of(one.rows),
+                f"{one.max_ulp:,.2f}",
+                f"{one.mean_ulp:,.3f}",
+                *relative,
+                *odd,
+            ]
+        )
+    headers = ["bits", "M", "max ULP", "mean ULP", "max of Σ|x||w|", "mean of Σ|x||w|"]
+    headers += ["not finite"] * (len(rows[0]) - len(headers))
+    align = ["left", "left"] + ["right"] * (len(headers) - 2)
+    table: str = tabulate(rows, headers=headers, disable_numparse=True, colalign=align)
+    return f"error against float64:\n{table}"
+
+
+def _path_lines(found: Probe) -> Iterator[str]:
+    def taken(m: int) -> list[tuple[str, str]]:
+        return [(route.path, route.rule) for route in found.paths[m]]
+
+    if all(taken(m) == [("native", "")] for m in found.paths):
+        return
+    for routes, group in groupby(found.paths, key=taken):
+        # The bounds of parts are those of the first M.
+        members = list(group)
+        for (path, rule), route in zip(routes, found.paths[members[0]], strict=True):
+            part = f", rows from {route.first} on" if len(routes) > 1 else ""
+            yield f"  M {spans_of(members)}{part}: {path}{f' ({_printable(rule)})' if rule else ''}"
+
+
+def _printable(rule: str) -> str:
+    # A rule may compare with a text, whose quotes are no trouble inside of parentheses.
+    return escaped(rule).replace('\\"', '"')
+
+
+def _facts(found: Probe) -> Iterator[str]:
+    names = " ".join(
+        f"{letter(place)} = {{{spans_of(members)}}}" for place, members in enumerate(found.classes)
+    )
+    swept = spans_of(found.rows)
+    if len(found.classes) == 1:
+        outputs = max(one.outputs for one in found.against_one)
+        yield f"bits: one class over M = {swept}; none of row 0's {outputs:,} outputs changes with M"
+    else:
+        yield f"bits: {len(found.classes)} classes, {names}; they change at M = {_listed(found.bits_change_at)}"
+    yield _matter(
+        "position", found.position, "the same row, all rows alike, has the same bits at every position"
+    )
+    yield _matter(
+        "neighbours", found.neighbours, "no row's bits change when the content of any other row does"
+    )
+    yield _matter("repeat", found.repeat, f"{found.runs} runs of every M agree")
+    yield f"seeds: {found.seeds}; classes are joined only where all of them agree"
+    if found.times is not None:
+        yield _time_fact(found)
+
+
+def _listed(values: Sequence[int]) -> str:
+    return ", ".join(map(str, values))
+
+
+def _matter(what: str, found: Sequence[Finding], nothing: str) -> str:
+    if not found:
+        return f"{what}: {nothing}"
+    parts = [
+        f"M = {one.rows}, position {spans_of(one.positions)} (seed {spans_of(one.seeds)})"
+        for one in found[:FEW]
+    ]
+    more = f"; {count(len(found) - FEW, 'more M', 'more M')}" if len(found) > FEW else ""
+    verb = "DIFFERS" if what == "repeat" else "MATTERS" if what == "position" else "MATTER"
+    return f"{what}: {verb}: other bits at {'; '.join(parts)}{more}"
+
+
+def _time_fact(found: Probe) -> str:
+    times = found.times or ()
+    crossing = found.time_crosses_at
+    slower = [time.rows for time in times if time.costs]
+    fact = (
+        "no M from which on one call is cheaper than row by row"
+        if crossing is None
+        else f"from M = {crossing} on, one call is cheaper than row by row"
+    )
+    dearer = f"; dearer at M = {spans_of(slower)}" if slower else ""
+    return f"time: {fact}{dearer} ({times[0].rounds} rounds, all M taking turns)"
+
+
+def _sweep(found: Sequence[Swept]) -> Iterator[str | list[str]]:
+    first = found[0].probe
+    yield [
+        f"{count(len(found), 'linear shape')} on {escaped(first.on)}, rows {LAYOUTS[first.layout]}, M = "
+        f"{spans_of(first.rows)}, {count(first.seeds, 'seed')}"
+    ]
+    rows = []
+    for one in found:
+        probe = one.probe
+        odd = [
+            name
+            for name, what in (
+                ("position", probe.position),
+                ("neighbours", probe.neighbours),
+                ("repeat", probe.repeat),
+            )
+            if what
+        ]
+        crossing = probe.time_crosses_at
+        mean = [f"{error.mean_ulp:.3f}" for error in probe.errors or ()]
+        rows.append(
+            [
+                one.shape + (" (head)" if one.op == "head" else ""),
+                str(len(one.sites)),
+                escaped(one.sites[0]),
+                _listed(probe.bits_change_at) or "never",
+                ", ".join(odd) or "-",
+                " ".join(mean) or "-",
+                "-" if probe.times is None else "never" if crossing is None else f"{crossing}",
+            ]
+        )
+    headers = [
+        "K,N,dtype",
+        "sites",
+        "first",
+        "bits change at M",
+        "also",
+        "mean ULP by class",
+        "time pays from M",
+    ]
+    align = ["left", "right", "left", "left", "left", "left", "left"]
+    yield tabulate(rows, headers=headers, disable_numparse=True, colalign=align)
+    if notes := dict.fromkeys(note for one in found for note in one.probe.notes):
+        yield [f"note: {note}" for note in notes]

@@ -1,0 +1,260 @@
+"""Which kernel each size takes under a dispatch profile: compressed into ranges, as JSON values and as text."""
+
+from __future__ import annotations
+
+import textwrap
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tabulate import tabulate
+
+from detdiff.commands.profile_question import Question
+from detdiff.errors import ProfileUnusable
+from detdiff.report.words import count
+from detdiff_kernels import Call, Choice, KernelLibraryError, Part, Profile, Rule, profile, profile_names
+
+SCHEMA = "detdiff.profile/1"
+LIST_SCHEMA = "detdiff.profiles/1"
+_AXES = {"m": "M", "keys": "key length", "query": "query length"}
+
+
+@dataclass(frozen=True)
+class Band:
+    """The sizes ``first`` to ``last`` that take the same kernels by the same rules with the same values.
+
+    ``parts`` are those of ``first``; ``rules`` is the rule of each.
+    """
+
+    first: int
+    last: int
+    parts: tuple[Part, ...]
+    rules: tuple[Rule | None, ...]
+
+    @property
+    def kernels(self) -> str:
+        """The kernels in the order of rows, as in "gemm, then gemv"."""
+        return ", then ".join(part.choice.kernel for part in self.parts)
+
+
+def bands(chosen: Profile, question: Question) -> tuple[Band, ...]:
+    """The bands of a question's range, in order and without gaps."""
+    found: list[Band] = []
+    keys: list[tuple[Choice, ...]] = []
+    for size in range(question.first, question.last + 1):
+        call = question.at(size)
+        parts = chosen.parts(call)
+        rules = tuple(chosen.rule_for(_rest(call, part)) for part in parts)
+        key = tuple(part.choice for part in parts)
+        if keys and keys[-1] == key:
+            found[-1] = replace(found[-1], last=size)
+        else:
+            keys.append(key)
+            found.append(Band(size, size, parts, rules))
+    return tuple(found)
+
+
+def _rest(call: Call, part: Part) -> Call:
+    if part.first == 0:
+        return call
+    left = call.rows - part.first
+    return replace(call, rows=left, second_last=min(left, call.second_last))
+
+
+def listed() -> list[Profile]:
+    """Every profile that is shipped or installed, with its defaults; raises ProfileUnusable."""
+    return [opened(name) for name in profile_names()]
+
+
+def opened(spec: str) -> Profile:
+    """The profile that ``spec`` names, a file included; raises ProfileUnusable."""
+    try:
+        return profile(spec)
+    except KernelLibraryError as error:
+        raise ProfileUnusable(f"{error}") from error
+
+
+def list_json(profiles: list[Profile]) -> dict[str, Any]:
+    """The answer of ``detdiff profiles --json``."""
+    return {"schema": LIST_SCHEMA, "profiles": [_profile_json(one) for one in profiles]}
+
+
+def _profile_json(one: Profile) -> dict[str, Any]:
+    return {
+        "name": one.name,
+        "backend": one.backend,
+        "note": one.note,
+        "parameters": [
+            {"name": each.name, "default": each.default, "takes": each.allowed, "meaning": each.meaning}
+            for each in one.parameters
+        ],
+        "rules": len(one.rules),
+        "tags": _tags(one),
+    }
+
+
+def _tags(one: Profile) -> dict[str, int]:
+    tags = [rule.tag for rule in one.rules]
+    return {tag: tags.count(tag) for tag in ("read", "inferred", "measured") if tag in tags}
+
+
+def list_text(profiles: list[Profile], width: int) -> str:
+    """The answer of ``detdiff profiles``."""
+    rows = []
+    for one in profiles:
+        parameters = ", ".join(f"{each.name}={each.default}" for each in one.parameters)
+        tags = ", ".join(f"{number} {tag}" for tag, number in _tags(one).items())
+        rows.append([one.name, one.backend, parameters or "none", len(one.rules), tags])
+    headers = ["profile", "backend", "parameters and defaults", "rules", "of these"]
+    widths = [None, max(16, width // 4), max(20, width // 4), None, 12]
+    table = tabulate(rows, headers, tablefmt="simple", maxcolwidths=widths)
+    meanings = [
+        textwrap.fill(
+            f"{one.name}, {each.name}: {each.meaning}; {each.allowed}", width, subsequent_indent="  "
+        )
+        for one in profiles
+        for each in one.parameters
+    ]
+    more = textwrap.fill(
+        "Ask what one does with `detdiff profiles NAME --m 1..32 --k 2048 --n 2048`; NAME may be NAME:parameter=value "
+        "or a .toml file.",
+        width,
+    )
+    return "\n".join([table, "", *meanings, "", more]) + "\n"
+
+
+def profile_text(one: Profile, width: int) -> str:
+    """What a profile without a question says: its rules in order, with source and tag."""
+    lines = [*_head(one, width), ""]
+    for number, rule in enumerate(one.rules, 1):
+        ops = ", ".join(op for op in ("linear", "head", "switch", "attention") if op in rule.op)
+        words = f"{number}. {ops}: {rule.condition} -> {rule.kernel} ({rule.tag}: {rule.source})"
+        lines.append(textwrap.fill(words, width, subsequent_indent="   ", break_long_words=False))
+    return "\n".join(lines) + "\n"
+
+
+def rules_json(one: Profile) -> dict[str, Any]:
+    """The same as JSON values."""
+    rules = [
+        {
+            "op": sorted(rule.op),
+            "condition": rule.condition,
+            "kernel": rule.kernel,
+            "source": rule.source,
+            "tag": rule.tag,
+        }
+        for rule in one.rules
+    ]
+    return {"schema": SCHEMA, **_profile_json(one), "spec": one.spec, "each_rule": rules}
+
+
+def answer_json(one: Profile, question: Question, found: tuple[Band, ...]) -> dict[str, Any]:
+    """The answer to a question as JSON values; docs/cli.md lists the keys."""
+    call = question.at(question.first)
+    fields = ("op", "k", "n", "dtype", "bits", "group_size", "format", "experts", "sorted")
+    if call.op == "attention":
+        fields = ("op", "query", "keys", "head_dim", "heads", "kv_heads", "batch", "mask", "dtype")
+    return {
+        "schema": SCHEMA,
+        "profile": one.name,
+        "spec": one.spec,
+        "axis": question.axis,
+        "first": question.first,
+        "last": question.last,
+        "call": {field: getattr(call, field) for field in fields if field != question.axis},
+        "layout": "packed" if question.packed else "padded",
+        "assumed": list(question.assumed),
+        "thresholds": [band.first for band in found[1:]],
+        "bands": [_band_json(band) for band in found],
+    }
+
+
+def _band_json(band: Band) -> dict[str, Any]:
+    parts = [
+        {
+            "first_row": part.first,
+            "last_row": part.last - 1,
+            "kernel": part.choice.kernel,
+            "rule": part.choice.rule,
+            "source": rule.source if rule else None,
+            "tag": rule.tag if rule else None,
+        }
+        for part, rule in zip(band.parts, band.rules, strict=True)
+    ]
+    return {"first": band.first, "last": band.last, "parts": parts}
+
+
+def answer_text(one: Profile, question: Question, found: tuple[Band, ...], width: int) -> str:
+    """The answer to a question as text."""
+    word = _AXES[question.axis]
+    rows = [[_span(band.first, band.last), _short(one, band.kernels), _why(one, band)] for band in found]
+    table = tabulate(
+        rows, [word, "kernel", "rule"], tablefmt="simple", maxcolwidths=[None, 28, max(24, width - 44)]
+    )
+    lines = [*_head(one, width), "", *_wrapped(_asked(question), width), "", table, ""]
+    if len(found) == 1:
+        lines.append(f"No threshold from {question.first} to {question.last}.")
+    else:
+        lines.append("Thresholds:")
+    for before, after in zip(found, found[1:], strict=False):
+        words = (
+            f"{word} {after.first}: {_short(one, before.kernels)} -> {_short(one, after.kernels)}; before: "
+            f"{_why(one, before)}; from here on: {_why(one, after)}"
+        )
+        lines += textwrap.wrap(
+            words, width, initial_indent="  ", subsequent_indent="    ", break_long_words=False
+        )
+    sources = dict.fromkeys(
+        f"{_short(one, rule.kernel)} ({rule.tag}): {rule.source}"
+        for band in found
+        for rule in band.rules
+        if rule
+    )
+    lines += ["", "Sources:"] if sources else []
+    for source in sources:
+        lines += textwrap.wrap(
+            source, width, initial_indent="  ", subsequent_indent="    ", break_long_words=False
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _head(one: Profile, width: int) -> list[str]:
+    return [*_wrapped(f"{one.spec}: {one.backend}", width), *_wrapped(one.note, width)]
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
+
+
+def _span(first: int, last: int) -> str:
+    return str(first) if first == last else f"{first}..{last}"
+
+
+def _short(one: Profile, kernels: str) -> str:
+    return kernels.replace(f"{one.name}/", "")
+
+
+def _why(one: Profile, band: Band) -> str:
+    return "; then ".join(
+        part.choice.rule.removeprefix(f"{one.name}: ").rpartition(" -> ")[0] for part in band.parts
+    )
+
+
+def _asked(question: Question) -> str:
+    call = question.at(question.first)
+    sizes = f"{_AXES[question.axis]} {_span(question.first, question.last)}"
+    if call.op == "attention":
+        other = "" if question.axis == "query" else f", query length {call.query}"
+        other += "" if question.axis == "keys" else f", key length {call.keys}"
+        words = (
+            f"attention, {sizes}{other}, head dimension {call.head_dim}, {count(call.heads, 'head')} over "
+            f"{call.kv_heads}, batch {call.batch}, mask {call.mask}, {call.dtype}"
+        )
+    else:
+        weight = "dense" if call.bits is None else f"{call.bits}-bit, groups of {call.group_size}"
+        words = f"{call.op}, {sizes}, k {call.k}, n {call.n}, {weight}, {call.dtype}"
+        if call.op == "switch":
+            words += f", {count(call.experts, 'expert')}{', sorted' if call.sorted else ''}"
+        else:
+            words += f", layout {'packed' if question.packed else 'padded'}"
+    assumed = f" Taken for granted: {', '.join(question.assumed)}." if question.assumed else ""
+    return f"{words}.{assumed}"

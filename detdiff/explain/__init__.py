@@ -1,0 +1,1 @@
+"""Explaining a divergence: controls, grafts, the float64 oracle, verdicts."""

@@ -1,0 +1,188 @@
+"""The bound of attention: an error of the scores moves weights, and weights that sum to one move the output little."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .arithmetic import Arithmetic
+from .attention_arithmetic import Attending, Count, attending
+from .bounds import Bounded, output_rounded
+from .roundoff import FLUSHED, LARGEST, SMALLEST, U32, UNIT, Float64, growth
+
+_DOUBLE = 2.0**-52
+_CHUNK = 1 << 22  # float64 numbers that are looked at together
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionOperation:
+    """Attention of one request's rows: q (rows, heads, D), keys (kv heads, keys, D), values (kv heads, keys, Dv).
+
+    ``bias`` (1 or heads, rows, keys) is added to the scores, -inf where a key is not attended; ``sinks`` (heads,).
+    ``key_size`` and ``value_size`` are |scale| code + |bias| of a quantised cache, else None.
+    """
+
+    q: Float64
+    keys: Float64
+    values: Float64
+    scale: float
+    bias: Float64
+    sinks: Float64 | None = None
+    key_size: Float64 | None = None
+    value_size: Float64 | None = None
+
+    def bounded(self, arithmetic: Arithmetic) -> Bounded:
+        rows, heads, width = self.q.shape
+        kv_heads, keys, value_width = self.values.shape
+        quantised = self.key_size is not None
+        own = attending(arithmetic, rows, keys, width, heads, kv_heads, quantised)
+        plain = Attending((), (), ((width + 3, "float32"),), (), 3, 0, 1, ((2 * keys + 4, "float32"),))
+        out = np.empty((5, rows, heads, value_width))
+        unbounded = np.zeros((rows, heads, value_width), np.bool_)
+        step = max(1, _CHUNK // max(1, keys * value_width))
+        for head in range(heads):
+            kv = head // (heads // kv_heads)
+            for at in range(0, rows, step):
+                part = slice(at, at + step)
+                bias = self.bias[head if len(self.bias) > 1 else 0, part]
+                found = _Head(self, head, kv, part, bias)
+                out[0][part, head] = found.exact
+                out[1][part, head], unbounded[part, head] = found.bound(own)
+                out[2][part, head], _ = found.bound(plain)
+                out[3][part, head] = found.scale
+                out[4][part, head] = found.empty[:, None]
+        exact, error, yardstick, scale, empty = out
+        bound, over = output_rounded(exact, error, arithmetic)
+        # A row that attends nothing is zeros in one kernel and an average in another; only its being finite is judged.
+        bound[empty > 0] = np.inf
+        over &= ~(empty > 0)
+        yardstick = yardstick + arithmetic.unit * np.abs(exact) + arithmetic.smallest
+        yardstick[empty > 0] = np.inf
+        text = (
+            f"attention: sum pi |v - out| (exp(score error) - 1) + sums' roundings ({_words(own.sums)}) sum pi |v|, scores "
+            f"{_words(own.score)}, output rounding"
+        )
+        return Bounded(exact, bound, yardstick, scale, unbounded | over, text)
+
+
+def _words(counts: Iterable[Count]) -> str:
+    return " and ".join(f"{count} to {dtype}" for count, dtype in counts) or "none"
+
+
+def _grown(counts: Iterable[Count]) -> float:
+    return growth(*((count, UNIT[dtype]) for count, dtype in counts))
+
+
+def _tiny(counts: Iterable[Count]) -> float:
+    return sum(count * SMALLEST[dtype] for count, dtype in counts)
+
+
+class _Head:
+    """Some rows of one head: scores (rows, keys), weights that sum to one, outputs (rows, Dv)."""
+
+    def __init__(
+        self, op: AttentionOperation, head: int, kv: int, rows: slice, bias: NDArray[np.float64]
+    ) -> None:
+        self.op, self.head, self.kv = op, head, kv
+        self.q, k, self.v = op.q[rows, head], op.keys[kv], op.values[kv]
+        self.bias = bias
+        with np.errstate(invalid="ignore", over="ignore"):
+            plain = op.scale * (self.q @ k.T)
+            self.attended: NDArray[np.bool_] = np.asarray(bias > -np.inf)
+            self.scores = np.where(self.attended, plain + np.where(self.attended, bias, 0), -np.inf)
+            sink = -np.inf if op.sinks is None else op.sinks[head]
+            self.most = np.maximum(self.scores.max(axis=1), sink)
+            self.empty = ~self.attended.any(axis=1)
+            peak = np.where(np.isfinite(self.most), self.most, 0.0)
+            powers = np.exp(self.scores - peak[:, None])
+            total = powers.sum(axis=1) + np.exp(sink - peak)
+            self.pi = powers / np.where(total > 0, total, 1.0)[:, None]
+            self.sink = np.exp(sink - peak) / np.where(total > 0, total, 1.0)
+            # A masked value never counts, whatever it holds.
+            seen = np.where(self.attended.any(axis=0)[:, None], self.v, 0.0)
+            self.exact = self.pi @ seen
+        self.seen = seen
+        self.scale = np.sqrt(np.square(self.pi) @ np.square(seen)) + np.abs(self.exact)
+
+    def bound(self, own: Attending) -> tuple[Float64, NDArray[np.bool_]]:
+        """The error before the output is rounded, (rows, Dv), and where it may be infinite or NaN."""
+        op = self.op
+        with np.errstate(invalid="ignore", over="ignore"):
+            error = self._score_error(own)
+            peak = np.where(np.isfinite(self.most), self.most, 0.0)
+            apart = np.where(self.attended, peak[:, None] - self.scores, 0.0)
+            spread = np.where(self.attended, error, 0.0).max(axis=1, initial=0.0)[:, None]
+            largest = np.abs(np.where(self.attended, self.scores, 0.0)).max(axis=1, initial=0.0)[:, None]
+            if op.sinks is not None:
+                largest = np.maximum(largest, abs(op.sinks[self.head]))
+            exponent = own.apart * U32 * (apart + error + spread)
+            exponent += own.whole * U32 * (largest + spread + np.log(max(self.attended.shape[1], 2)))
+            factor = np.where(self.attended, np.exp(error + exponent) * (1 + growth((own.power, U32))) - 1, 0)
+            weighed = self.pi * factor
+            moved = weighed.sum(axis=1)
+            sink_moved = np.zeros(len(moved))
+            if op.sinks is not None:
+                off = 3 * U32 * abs(op.sinks[self.head]) + own.apart * U32 * np.abs(
+                    peak - op.sinks[self.head]
+                )
+                off = off + own.whole * U32 * largest[:, 0]
+                sink_moved = self.sink * (np.exp(off) * (1 + growth((own.power, U32))) - 1)
+            away = np.abs(self.seen[None] - self.exact[:, None])
+            some = np.where(self.attended[:, :, None], away, 0.0)
+            farthest = some.max(axis=1, initial=0.0)
+            if op.sinks is not None:
+                farthest = np.maximum(farthest, np.abs(self.exact))
+            core = np.einsum("rk,rkd->rd", weighed, some) + sink_moved[:, None] * np.abs(self.exact)
+            left = 1.0 - (moved + sink_moved)[:, None]
+            # Weights that are positive and sum to one cannot leave the range of the values.
+            moving = np.where(left > 0, np.minimum(core / np.where(left > 0, left, 1.0), farthest), farthest)
+            values = self._values(own)
+            size = np.abs(self.seen) if op.value_size is None else op.value_size[self.kv]
+            biggest = np.where(self.attended[:, :, None], size[None], 0.0).max(axis=1, initial=0.0)
+            carried = (self.pi * (1 + factor)) @ size
+            sizes = np.where(left > 0, np.minimum(carried / np.where(left > 0, left, 1.0), biggest), biggest)
+            grown = _grown((*own.sums, *own.weights, *own.held))
+            counted = self.attended @ np.where(self.attended.any(axis=0)[:, None], size, 0.0)
+            tiny = (2 * FLUSHED + _tiny(own.weights)) * counted + 4 * _tiny(own.held)
+            tiny += 4 * _tiny(own.sums)
+            bound = moving + (grown + _DOUBLE * (self.scores.shape[1] + 4)) * sizes + values + tiny
+        return bound, self._overflows(own, counted)
+
+    def _score_error(self, own: Attending) -> Float64:
+        """How far a score can be from the exact one, (rows, keys)."""
+        op = self.op
+        keys = np.abs(op.keys[self.kv]) if op.key_size is None else op.key_size[self.kv]
+        size = abs(op.scale) * (np.abs(self.q) @ keys.T)
+        error = (_grown((*own.query, *own.cached, *own.score)) + _DOUBLE * (self.q.shape[1] + 4)) * size
+        error += (abs(op.scale) * _tiny(own.query) + _tiny(own.query)) * keys.sum(axis=1)
+        error += abs(op.scale) * _tiny(own.cached) * np.abs(self.q).sum(axis=1)[:, None]
+        error += _tiny(own.score) * self.q.shape[1]
+        added = np.where(self.attended, np.abs(self.bias), 0.0)
+        error += _grown(own.scores) * (size + error + added) + _tiny(own.scores)
+        # A mask is rounded to the dtype before it is added.
+        return np.asarray(error + (_grown(own.scores) + 4 * U32) * added, np.float64)
+
+    def _values(self, own: Attending) -> Float64:
+        """What staging the values leads to, at most that of the largest one."""
+        if not own.cached:
+            return np.zeros_like(self.exact)
+        size = np.abs(self.seen) if self.op.value_size is None else self.op.value_size[self.kv]
+        most = np.where(self.attended[:, :, None], size[None], 0.0).max(axis=1, initial=0.0)
+        return np.asarray(_grown(own.cached) * most + _tiny(own.cached), np.float64)
+
+    def _overflows(self, own: Attending, counted: Float64) -> NDArray[np.bool_]:
+        """Where a query, a score, a key or a sum may pass the largest number of the dtype that holds it."""
+        op = self.op
+        keys = np.abs(op.keys[self.kv]) if op.key_size is None else op.key_size[self.kv]
+        narrow = {dtype for _, dtype in (*own.query, *own.cached, *own.scores)} | {"float32"}
+        limit = min(LARGEST[dtype] for dtype in narrow)
+        score = (abs(op.scale) * (np.abs(self.q) @ keys.T)).max(axis=1, initial=0.0)
+        given = np.abs(self.q).max(axis=1, initial=0.0) * max(1.0, abs(op.scale) if own.query else 1.0)
+        over = ~(np.maximum(score, given) < limit * 0.99)
+        if own.cached:
+            over |= ~(max(keys.max(initial=0.0), np.abs(self.seen).max(initial=0.0)) < limit * 0.99)
+        held = min((LARGEST[dtype] for _, dtype in own.held), default=LARGEST["float32"])
+        return np.asarray(over[:, None] | ~(counted < held * 0.99), np.bool_)

@@ -1,0 +1,308 @@
+"""What a bound is, and the bounds of linear operations, embeddings and what must be exact; see ``docs/bounds.md``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from detdiff.errors import OracleRefused
+from detdiff_kernels.weights import Affine, Blocks, Dense, Weight
+
+from .arithmetic import Arithmetic, Op, Sums
+from .roundoff import LARGEST, SMALLEST, U32, UNIT, Float64, growth
+
+_DOUBLE = 2.0**-52
+_CODES = 127.0
+_HALF = UNIT["float16"]
+_HALF_TINY = SMALLEST["float16"]
+_INFINITE = 65520.0  # the first number that float16 rounds to infinity
+
+
+@dataclass(frozen=True, eq=False)
+class Bounded:
+    """The outputs of an operation in float64, and how far rounding can be from them; arrays of one shape.
+
+    ``yardstick`` is the bound of the same operation with float32 sums over operands as they are, whatever the path;
+    ``scale`` is what a single rounding of operands, multiplied by its unit, leads to on average; ``unbounded`` marks
+    outputs that may overflow, and so may be infinite or NaN. ``text`` says what the bound is.
+    """
+
+    exact: Float64
+    bound: Float64
+    yardstick: Float64
+    scale: Float64
+    unbounded: NDArray[np.bool_]
+    text: str
+
+
+@dataclass(frozen=True, eq=False)
+class Linear:
+    """Rows x (m, k) times a weight (n, k), plus a bias (n,).
+
+    ``quantised`` says that the module holds codes, in whichever mode; ``op`` is what profiles call the operation.
+    """
+
+    x: Float64
+    weight: Weight
+    bias: Float64 | None = None
+    quantised: bool = False
+    op: Op = "linear"
+
+    def bounded(self, arithmetic: Arithmetic) -> Bounded:
+        sums = arithmetic.sums(self.weight, len(self.x), quantised=self.quantised, op=self.op)
+        own, exact = _sum_bound(self.x, sums, arithmetic.dtype)
+        plain = Sums("float32", "dtype", self.weight.k + 1, 0, 0, False, self.weight)
+        yardstick, _ = _sum_bound(self.x, plain, "float32")
+        scale = np.sqrt(np.square(self.x) @ np.square(exact_weight(self.weight)).T)
+        roundings = 1
+        if self.bias is not None:
+            # Kernels round the sum, and then the sum with the bias.
+            own += arithmetic.unit * (np.abs(exact) + own) + arithmetic.smallest
+            exact = exact + self.bias
+            roundings = 2
+        bound, unbounded = output_rounded(exact, own, arithmetic)
+        yardstick += roundings * (arithmetic.unit * np.abs(exact) + arithmetic.smallest)
+        order = f"{sums.float32} roundings to float32" if sums.float32 else ""
+        if sums.dtype:
+            order += f"{' and ' if order else ''}{sums.dtype} to {arithmetic.dtype}"
+        staged = "" if sums.inputs == "dtype" else f", inputs as {sums.inputs}"
+        text = (
+            f"linear: ((1 + u)^n - 1) sum |x||w|, {order}, weights as {sums.weights}{staged}, output rounding"
+        )
+        return Bounded(exact, bound, yardstick, scale, unbounded, text)
+
+
+@dataclass(frozen=True, eq=False)
+class Switch:
+    """Rows x (m, k) that go to the weights of their experts, ``chosen`` (m,) places in ``weights``."""
+
+    x: Float64
+    chosen: NDArray[np.int64]
+    weights: tuple[Weight, ...]
+    biases: tuple[Float64 | None, ...]
+    quantised: bool = False
+
+    def bounded(self, arithmetic: Arithmetic) -> Bounded:
+        parts: list[tuple[NDArray[np.int64], Bounded]] = []
+        for expert in np.unique(self.chosen).tolist():
+            mine = np.flatnonzero(self.chosen == expert)
+            one = Linear(self.x[mine], self.weights[expert], self.biases[expert], self.quantised, "switch")
+            parts.append((mine, one.bounded(arithmetic)))
+        if not parts:
+            raise OracleRefused(
+                "An expert operation was given no row; expected at least one. Capture a row of the site."
+            )
+        shape = (len(self.x), self.weights[0].n)
+        exact, bound, yardstick, scale = np.empty((4, *shape))
+        text = parts[0][1].text.replace("linear", "switch", 1)
+        whole = Bounded(exact, bound, yardstick, scale, np.empty(shape, np.bool_), text)
+        for mine, part in parts:
+            for name in ("exact", "bound", "yardstick", "scale", "unbounded"):
+                getattr(whole, name)[mine] = getattr(part, name)
+        return whole
+
+
+@dataclass(frozen=True, eq=False)
+class Embedding:
+    """Rows ``ids`` (m,) of a weight (n, k): as they are, or dequantised in the output's dtype."""
+
+    ids: NDArray[np.int64]
+    weight: Weight
+    quantised: bool = False
+
+    def bounded(self, arithmetic: Arithmetic) -> Bounded:
+        chosen = exact_weight(self.weight, self.ids)
+        if not self.quantised:
+            return exactly(chosen, "embedding: the weight's rows, bit for bit")
+        # mlx dequantises by a product and a sum, each rounded; the other modes by products.
+        roundings = 2 if isinstance(self.weight, Affine) else 3
+        size = magnitude(self.weight, self.ids)
+        bound = growth((roundings, arithmetic.unit)) * size + roundings * arithmetic.smallest
+        unbounded = np.abs(chosen) + bound >= arithmetic.largest
+        text = f"embedding: {roundings} roundings to {arithmetic.dtype} of |scale| code + |bias|"
+        return Bounded(chosen, bound, bound, size, unbounded, text)
+
+
+@dataclass(frozen=True, eq=False)
+class Copied:
+    """What a cache or a state must hold or give back: the same numbers."""
+
+    expected: Float64
+
+    def bounded(self, arithmetic: Arithmetic) -> Bounded:
+        return exactly(self.expected, "the same numbers, bit for bit: nothing is computed here")
+
+
+def exactly(expected: Float64, text: str) -> Bounded:
+    """A bound of nothing."""
+    none = np.zeros(expected.shape)
+    scale = np.abs(expected) + (expected == 0)
+    return Bounded(expected, none, none, scale, np.zeros(expected.shape, np.bool_), text)
+
+
+def output_rounded(
+    exact: Float64, error: Float64, arithmetic: Arithmetic, roundings: int = 1
+) -> tuple[Float64, NDArray[np.bool_]]:
+    """``error`` with the rounding of the output to its dtype, and which outputs may overflow in it."""
+    bound = error + growth((roundings, arithmetic.unit)) * (np.abs(exact) + error) + arithmetic.smallest
+    return bound, ~(np.abs(exact) + bound < arithmetic.largest)
+
+
+def exact_weight(weight: Weight, rows: NDArray[np.int64] | slice = slice(None)) -> Float64:
+    """The numbers (rows, k) that a weight stands for, in float64; of affine codes to one rounding of float64."""
+    if isinstance(weight, Dense):
+        chosen: Float64 = replace(weight, data=np.atleast_2d(weight.data[rows])).floats().astype(np.float64)
+        return chosen
+    scaled, shift = _scaled(weight, rows)
+    return scaled + shift
+
+
+def magnitude(weight: Weight, rows: NDArray[np.int64] | slice = slice(None)) -> Float64:
+    """|scale| code + |bias| (rows, k): what roundings of codes apart from biases are relative to."""
+    if isinstance(weight, Dense):
+        return np.abs(exact_weight(weight, rows))
+    scaled, shift = _scaled(weight, rows)
+    return np.abs(scaled) + np.abs(shift)
+
+
+def _scaled(
+    weight: Affine | Blocks, rows: NDArray[np.int64] | slice = slice(None)
+) -> tuple[Float64, Float64]:
+    """Scale times code, and what is added to it, (rows, k) each.
+
+    Codes of Q4_0 are stored from 0 to 15 and less 8 in what they stand for.
+    """
+    parts = weight.unpacked()
+    codes = parts.codes[rows].astype(np.float64)
+
+    def each(outer: NDArray[np.float32], inner: NDArray[np.float32] | None) -> Float64:
+        found = np.repeat(outer[rows].astype(np.float64), parts.size, axis=1)
+        return found if inner is None else found * np.repeat(inner[rows].astype(np.float64), parts.inner, 1)
+
+    scale = each(parts.scale, parts.scales)
+    if weight.format == "Q4_0":
+        return scale * codes, -8.0 * scale
+    if parts.minimum is None:
+        return scale * codes, np.zeros_like(scale)
+    shift = each(parts.minimum, parts.minima)
+    return scale * codes, -shift if parts.minima is not None else shift
+
+
+def _sum_bound(x: Float64, sums: Sums, dtype: str) -> tuple[Float64, Float64]:
+    """The error before the output is rounded, and the exact sums, both (m, n)."""
+    weight = sums.block
+    w = exact_weight(weight)
+    size = magnitude(weight)
+    coefficient = size if sums.split else np.abs(w)
+    with np.errstate(over="ignore", invalid="ignore"):
+        w_error = _weight_error(sums, dtype, w, size)
+        x_error, y_error = _input_error(x, sums)
+        given, held = np.abs(x) + x_error, coefficient + w_error
+        exact = x @ w.T
+        whole = given @ held.T
+        error = (sums.growth(dtype) + _DOUBLE * (x.shape[1] + 4)) * whole
+        error += np.abs(x) @ w_error.T + x_error @ held.T
+        if sums.split:
+            shift = _shift(weight)
+            if sums.sums_dtype:
+                error += growth((sums.sums_dtype, UNIT[dtype])) * (given @ shift.T)
+            if y_error:
+                error += _HALF * (given @ shift.T) + _HALF_TINY * shift.sum(axis=1)
+            if sums.halves:
+                error += _HALF * whole + _HALF_TINY * (_codes(weight).sum(axis=1) * _CODES + x.shape[1])
+        error += _underflow(sums, dtype, held, x.shape[1])
+        overflow = _overflows(sums, dtype, given, whole, held)
+    error[overflow] = np.inf
+    return error, exact
+
+
+def _shift(weight: Weight) -> Float64:
+    """What is added to scale times code, without its sign."""
+    return np.zeros((weight.n, weight.k)) if isinstance(weight, Dense) else np.abs(_scaled(weight)[1])
+
+
+def _codes(weight: Weight) -> Float64:
+    """The codes without their signs; there are none in a dense weight."""
+    if isinstance(weight, Dense):
+        return np.zeros((weight.n, weight.k))
+    return np.abs(weight.unpacked().codes.astype(np.float64))
+
+
+def _weight_error(sums: Sums, dtype: str, w: Float64, size: Float64) -> Float64:
+    """How far the staged weights can be from the numbers that the weight stands for."""
+    form, weight = sums.weights, sums.block
+    unit, tiny = UNIT[dtype], SMALLEST[dtype]
+    if form in ("codes", "signed", "places"):
+        if sums.half_products:
+            return _HALF * size + _HALF_TINY * (_codes(weight) + 1)
+        return np.zeros_like(w)
+    if form in ("dtype_twice", "dtype_in_place"):
+        if not isinstance(weight, Affine):
+            return np.zeros_like(w)
+        places = 1.0 if form == "dtype_twice" else 2.0 ** max(8 - weight.bits, 0)
+        # In float32 a product and a sum are one rounding fewer.
+        error: Float64 = growth((2, unit), (1, U32)) * size + 3 * tiny * (1 + places * _codes(weight))
+        return error
+    kind = dtype if form == "dtype" else form.removeprefix("metal_")
+    if isinstance(weight, Dense) and weight.dtype == kind:
+        return np.zeros_like(w)
+    error = np.zeros_like(w) if isinstance(weight, Dense) else U32 * np.abs(w) + SMALLEST["float32"]
+    if form.startswith("metal_") and isinstance(weight, Blocks):
+        error = error + 3 * U32 * size + _sixteenth_error(weight)
+    if kind != "float32":
+        error = error + UNIT[kind] * (np.abs(w) + error) + SMALLEST[kind]
+    error[~(np.abs(w) + error < LARGEST[kind])] = np.inf
+    return error
+
+
+def _sixteenth_error(weight: Blocks) -> Float64:
+    """A code in the upper half of a byte meets a sixteenth of its scale, in float16; only subnormal ones lose bits."""
+    parts = weight.unpacked()
+    step = np.where(np.abs(parts.scale) < 16 * 2.0**-14, 16 * _HALF_TINY, 0.0)
+    lost = np.repeat(step, parts.size, axis=1) * _codes(weight)
+    return lost if parts.scales is None else lost * np.repeat(np.abs(parts.scales), parts.inner, axis=1)
+
+
+def _input_error(x: Float64, sums: Sums) -> tuple[Float64, bool]:
+    """How far the staged inputs can be from the given ones, and whether sums of blocks are float16."""
+    if sums.inputs == "dtype":
+        return np.zeros_like(x), False
+    if sums.inputs == "float16":
+        error = _HALF * np.abs(x) + _HALF_TINY
+        error[np.abs(x) >= _INFINITE] = np.inf
+        return error, False
+    most = np.abs(x).reshape(len(x), -1, 32).max(axis=2)
+    # Half a quantum of the block; the quotient's own roundings can turn to the other neighbour; the scale is rounded.
+    scale = U32 if sums.inputs == "q8_1_tile_float" else _HALF
+    tiny = SMALLEST["float32"] if sums.inputs == "q8_1_tile_float" else _HALF_TINY
+    error = most * (0.5 / _CODES + scale + 4 * U32) + _CODES * tiny
+    error[most / _CODES >= _INFINITE] = np.inf
+    error = np.repeat(error, 32, axis=1)
+    total = np.abs(x).reshape(len(x), -1, 32).sum(axis=2)
+    if sums.inputs != "q8_1_tile_float":
+        error[np.repeat(total >= _INFINITE, 32, axis=1)] = np.inf
+    return error, True
+
+
+def _underflow(sums: Sums, dtype: str, held: Float64, k: int) -> Float64:
+    """What results below the normal numbers lose: one step each, times what still multiplies it."""
+    places = 4096.0 if sums.split else 1.0
+    lost: Float64 = sums.flushed * (8.0 * k + places * held.sum(axis=1))
+    if sums.dtype:
+        lost = lost + SMALLEST[dtype] * 2.0 * sums.dtype * (1 + held.max(axis=1))
+    return lost
+
+
+def _overflows(sums: Sums, dtype: str, given: Float64, whole: Float64, held: Float64) -> NDArray[np.bool_]:
+    """Where a sum on the way can pass the largest number of what holds it."""
+    limit = LARGEST[dtype] if sums.dtype else LARGEST["float32"]
+    over = ~(whole < limit)
+    if sums.split:
+        over |= ~(given.sum(axis=1) * 4096.0 * 255.0 < LARGEST["float32"])[:, None]
+    if sums.halves:
+        over |= ~(given.sum(axis=1)[:, None] * held.max(axis=1)[None] < _INFINITE)
+    if sums.sums_dtype and dtype == "float16":
+        over |= ~(given.sum(axis=1) < _INFINITE)[:, None]
+    return over

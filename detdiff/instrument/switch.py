@@ -1,0 +1,121 @@
+"""Expert calls on the paths that a plan chooses; a row goes to the weight of its expert."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx.nn.layers.base import Module
+from numpy.typing import NDArray
+
+from detdiff_kernels import BadOperand, Call, UnsupportedFormat
+
+from .linear import Native
+from .paths import Path, PathChooser, Place, Taken
+from .weights import Kernels, floats, name_of, operand
+
+
+class SwitchCalls:
+    """Runs switch linear modules, dense or quantised."""
+
+    def __init__(self, chooser: PathChooser, kernels: Kernels) -> None:
+        self._chooser, self._kernels = chooser, kernels
+
+    def run(
+        self, place: Place, native: Native, module: Module, args: Any, kw: Any
+    ) -> tuple[mx.array, list[Taken]]:
+        """The output of ``module`` for rows x [..., m, K] and their experts, whose shape the leading one of x has or
+        is repeated to; and the path that gave it."""
+        x, experts, in_order = _named(*args, **kw)
+        facts = operand(module, x)
+        lead = np.broadcast_shapes(x.shape[:-2], experts.shape)
+        rows = int(np.prod(lead)) * x.shape[-2]
+        call = Call(
+            "switch",
+            rows,
+            second_last=x.shape[-2],
+            k=x.shape[-1],
+            n=facts.n,
+            dtype=name_of(facts.dtype),
+            bits=facts.bits,
+            group_size=facts.group_size,
+            format=facts.format,
+            experts=int(module["weight"].shape[0]),
+            sorted=in_order,
+        )
+        spans = self._chooser.choose(place, call)
+        path = spans[0].path
+        if len(spans) > 1:
+            path = path.left_native(
+                "the path of an expert's row cannot depend on its place among the others."
+            )
+        y: mx.array | None = None
+        if path.kernel is not None and facts.problem:
+            path = path.left_native(facts.problem)
+        elif path.kernel is not None:
+            try:
+                y = self._by_expert(path.kernel, module, x, experts, lead, facts.dtype)
+            except (UnsupportedFormat, BadOperand) as error:
+                path = path.left_native(str(error))
+        if y is None:
+            y = _native(path, native, x, experts, lead, in_order)
+        return y, [Taken(rows, x.shape[-2], path.name, path.rule)]
+
+    def _by_expert(
+        self,
+        name: str,
+        module: Module,
+        x: mx.array,
+        experts: mx.array,
+        lead: tuple[int, ...],
+        dtype: mx.Dtype,
+    ) -> mx.array:
+        m, width = x.shape[-2:]
+        given = floats(x if x.dtype == dtype else x.astype(dtype)).reshape(-1, m, width)
+        chosen, source = _gathered(x, experts, lead)
+        out = np.empty((len(chosen), m, module["weight"].shape[-2]), np.float32)
+        for expert in np.unique(chosen).tolist():
+            mine = np.flatnonzero(chosen == expert)
+            kernel = self._kernels.linear(name, module, name_of(dtype), rows=len(mine) * m, expert=expert)
+            out[mine] = kernel(given[source[mine]].reshape(-1, width)).reshape(len(mine), m, -1)
+        y = mx.array(out).reshape(*lead, m, -1).astype(dtype)
+        return y + mx.expand_dims(module["bias"][experts], -2) if "bias" in module else y
+
+
+def _named(x: mx.array, indices: mx.array, sorted_indices: bool = False) -> tuple[mx.array, mx.array, bool]:
+    return x, indices, bool(sorted_indices)
+
+
+def _gathered(
+    x: mx.array, experts: mx.array, lead: tuple[int, ...]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """For each gathered row, in row order: its expert, and its place among the rows of ``x``."""
+    chosen = np.broadcast_to(np.asarray(experts).astype(np.int64), lead).reshape(-1)
+    places = np.arange(x.size // (x.shape[-1] * x.shape[-2])).reshape(x.shape[:-2])
+    return chosen, np.broadcast_to(places, lead).reshape(-1)
+
+
+def _native(
+    path: Path, native: Native, x: mx.array, experts: mx.array, lead: tuple[int, ...], in_order: bool
+) -> mx.array:
+    """The module's own operation: once, row by row, or with more rows than there are."""
+    family, _, rest = path.name.partition("/")
+    y: mx.array
+    size = int(np.prod(lead))
+    wanted = int(rest.removeprefix("pad:")) if rest.startswith("pad:") else 0
+    if family != "forced" or (wanted and size * x.shape[-2] >= wanted):
+        y = native(x, experts, sorted_indices=in_order)
+        return y
+    rows = mx.broadcast_to(x, (*lead, *x.shape[-2:])).reshape(size, *x.shape[-2:])
+    chosen = mx.broadcast_to(experts, lead).reshape(-1)
+    if rest == "rows":
+        parts = [native(rows[i : i + 1], chosen[i : i + 1], sorted_indices=in_order) for i in range(size)]
+        y = mx.concatenate(parts, axis=0)
+    else:
+        more = -(-wanted // x.shape[-2]) - size
+        # The last row's expert keeps sorted experts sorted.
+        rows = mx.concatenate([rows, mx.zeros((more, *x.shape[-2:]), x.dtype)], axis=0)
+        chosen = mx.concatenate([chosen, mx.broadcast_to(chosen[-1:], (more,))], axis=0)
+        y = native(rows, chosen, sorted_indices=in_order)[:size]
+    return y.reshape(*lead, *y.shape[-2:])

@@ -1,0 +1,181 @@
+"""``probe``: the sweep, the comparison of its classes with float64, and the times, in one answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+
+from detdiff.errors import ProbeRowsInvalid, ProbeTargetInvalid
+
+from .accuracy import Error, change, error
+from .answer import Probe
+from .function import Function, check_reference, find_function
+from .linear import FORM, Linear, Shape
+from .operation import Operation, Route, Target
+from .rows import Content, row_counts
+from .sweep import RUNS, OnCalls, Seen, classes, findings, look, work
+from .timing import Time, measure
+
+DEFAULT_ROWS = "1..16"
+SEEDS = 3
+MOST_SEEDS = 1000
+
+
+def find_target(text: str, on: str = "native", layout: str = "packed") -> Target:
+    """``linear:K,N,dtype[,bits[,group_size]]`` on a backend, or ``module:function``.
+
+    Raises ProbeTargetInvalid and ProbeFunctionMissing.
+    """
+    kind, colon, rest = text.partition(":")
+    if not colon or not rest:
+        raise ProbeTargetInvalid(
+            f"The target {text!r} is neither {FORM} nor module:function, a function of your own. Write it so, or give "
+            "--model for the linear sites of a model."
+        )
+    if kind == "linear":
+        return Linear(Shape.parse(rest), on, layout)
+    return Function(*find_function(text))
+
+
+def probe(
+    target: str | Target | Callable[[Any], Any],
+    *,
+    rows: str | Iterable[int] = DEFAULT_ROWS,
+    seeds: int = SEEDS,
+    on: str = "native",
+    timed: bool = True,
+    progress: OnCalls | None = None,
+) -> Probe:
+    """Which numbers of rows M change a row's bits, and what each M costs.
+
+    ``target`` is text (see `find_target`), a function that takes a numpy array (rows, k) and returns (rows, ...),
+    or a `Linear`, `Function` or site of a model; ``on`` is the backend of a text's linear operation. ``rows`` are
+    numbers or text such as "1..8,16"; 1 is always among them. ``seeds`` (2 or more) is from how many draws of rows,
+    and of weights where they are drawn, the answer comes. ``progress`` is told the rows done and the rows in all.
+
+    Raises ProbeError: a class of its own for each thing that cannot be probed.
+    """
+    swept = row_counts(rows)
+    if not 2 <= seeds <= MOST_SEEDS:
+        raise ProbeRowsInvalid(
+            f"{seeds!r} seeds were asked for; a probe takes 2 to {MOST_SEEDS}, because rows drawn once may be equal by "
+            "chance. Ask for 2 or more."
+        )
+    return _probe(_target(target, on), swept, seeds, timed, progress)
+
+
+def _target(given: str | Target | Callable[[Any], Any], on: str) -> Target:
+    if isinstance(given, str):
+        return find_target(given, on)
+    if isinstance(given, Target):
+        return given
+    name = getattr(given, "__qualname__", type(given).__name__)
+    return Function(given, f"{getattr(given, '__module__', None) or 'function'}:{name}")
+
+
+def _probe(target: Target, rows: tuple[int, ...], seeds: int, timed: bool, progress: OnCalls | None) -> Probe:
+    seen: list[Seen] = []
+    exact = []
+    total, done = work(rows) * seeds, 0
+
+    def on_rows(count: int) -> None:
+        nonlocal done
+        done += count
+        if progress is not None:
+            progress(done, total)
+
+    times: tuple[Time, ...] | None = None
+    for seed in range(seeds):
+        operation = target.operation(seed)
+        content = Content.of_seed(seed, rows[-1], operation)
+        seen.append(look(operation, content, rows, seed, on_rows))
+        _check_width(seen)
+        with np.errstate(over="ignore", invalid="ignore"):
+            truth = operation.exact(content.rows[:1].astype(np.float64))
+        if truth is not None:
+            check_reference(truth, seen[-1].first[1].data.shape[1], target.name)
+            exact.append(truth)
+        if timed and seed == 0:
+            times = measure(operation, content, rows)
+    groups = classes(seen, rows)
+    errors = [error(seen, exact, members) for members in groups] if exact else []
+    paths = _paths(operation, rows)
+    found = Probe(
+        target=target.name,
+        on=target.on,
+        layout=operation.layout,
+        k=operation.k,
+        n=seen[0].first[1].data.shape[1],
+        dtype=operation.dtype,
+        output_dtype=seen[0].first[1].dtype,
+        rows=rows,
+        seeds=seeds,
+        runs=RUNS,
+        classes=groups,
+        against_one=tuple(change(seen, m) for m in rows[1:]),
+        position=findings(seen, lambda one: one.position),
+        neighbours=findings(seen, lambda one: one.neighbours),
+        repeat=findings(seen, lambda one: one.repeat),
+        errors=_all(errors),
+        times=times,
+        paths=paths,
+        environment=_environment(),
+    )
+    return _noted(found)
+
+
+def _check_width(seen: list[Seen]) -> None:
+    first, last = seen[0].first[1].data.shape[1], seen[-1].first[1].data.shape[1]
+    if first != last:
+        raise ProbeTargetInvalid(
+            f"The operation returns {first} values a row with the first seed and {last} with a later one; expected the "
+            "same number. What is probed must not change between calls."
+        )
+
+
+def _all(errors: list[Error | None]) -> tuple[Error, ...] | None:
+    found = tuple(one for one in errors if one is not None)
+    return found if found and len(found) == len(errors) else None
+
+
+def _paths(operation: Operation, rows: tuple[int, ...]) -> dict[int, tuple[Route, ...]]:
+    return {} if operation.routes is None else {m: operation.routes(m) for m in rows}
+
+
+def _noted(found: Probe) -> Probe:
+    from dataclasses import replace
+
+    return replace(found, notes=tuple(_notes(found)))
+
+
+def _notes(found: Probe) -> Iterator[str]:
+    if found.repeat:
+        yield (
+            "A repeat of the same call differs, so the classes, and what positions and neighbours do, may be chance: "
+            "look for a race first."
+        )
+    elif found.neighbours:
+        yield (
+            "A row's bits depend on what is in other rows, so row 0 may differ between two M because of its neighbours, "
+            "not because of M."
+        )
+    families = {route.path.partition("/")[0] for routes in found.paths.values() for route in routes}
+    if "reference" in families and found.times is not None:
+        yield (
+            "Times are those of reference kernels on this machine's CPU; of the real kernels they say nothing."
+        )
+    if found.errors is None:
+        yield (
+            "No float64 answer is known for this operation, so no error is given; a function can bring one as its "
+            "attribute reference."
+        )
+
+
+def _environment() -> dict[str, Any]:
+    try:
+        from detdiff.engine.environment import environment
+    except ModuleNotFoundError:  # a numpy operation needs no mlx
+        return {}
+    return environment()

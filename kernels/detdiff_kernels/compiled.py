@@ -1,0 +1,48 @@
+"""Compiling a loop with numba: kept on disk, and said on the terminal while it takes its time."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from hashlib import sha256
+from pathlib import Path
+from threading import Timer
+from types import ModuleType
+from typing import Any
+
+import numba
+
+Loop = Callable[..., None]
+
+# Reading compiled code from disk takes a few milliseconds.
+_SLOW_SECONDS = 0.5
+
+
+def compiled(loop: Loop, signatures: list[Any], *made_of: ModuleType) -> Loop:
+    """``loop`` compiled for ``signatures``, without the GIL and without fastmath.
+
+    ``made_of`` are the modules whose operations it is made of: numba's cache on disk sees changes of the loop's own
+    file only, and code made from older operations must not be found again.
+    """
+    sources = b"".join(Path(str(module.__file__)).read_bytes() for module in made_of)
+    loop.__qualname__ += f"_{sha256(sources).hexdigest()[:12]}"
+    with _said(loop.__name__):
+        made: Loop = numba.njit(signatures, cache=True, nogil=True)(loop)
+    return made
+
+
+@contextmanager
+def _said(name: str) -> Iterator[None]:
+    timer = Timer(_SLOW_SECONDS, _say, [name])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _say(name: str) -> None:
+    if sys.stderr.isatty():
+        print(f"compiling the kernel loop {name}, which is kept for the next time", file=sys.stderr)
