@@ -160,7 +160,7 @@ def test_show_lists_the_sites_that_rules_can_name(traces: Path) -> None:
     assert "each_site" not in json.loads(run("show", traces / "b", "--json").stdout)
 
 
-@pytest.mark.parametrize("width", [60, 80, 200])
+@pytest.mark.parametrize("width", [70, 80, 200])
 def test_the_table_of_forwards_keeps_to_the_width(traces: Path, width: int) -> None:
     lines = run("show", traces / "b", environment={"COLUMNS": str(width)}).output.splitlines()
     table = lines[lines.index("", lines.index("") + 1) + 1 :]

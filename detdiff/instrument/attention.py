@@ -33,14 +33,14 @@ class AttentionCalls:
             path = path.left_native("the path of attention cannot depend on the place of a row.")
         elif path.kernel is not None:
             try:
-                y = self._reference(path.kernel, given, call)
+                y = self._reference(path.kernel, given, dict(path.arguments))
             except (UnsupportedFormat, BadOperand) as error:
                 path = path.left_native(str(error))
         if y is None:
             y = native(*args, **kw)
         return y, Taken(call.rows * call.batch, call.second_last, path.name, path.rule)
 
-    def _reference(self, name: str, given: dict[str, Any], call: Call) -> mx.array:
+    def _reference(self, name: str, given: dict[str, Any], arguments: dict[str, int]) -> mx.array:
         queries, keys, values = (given[key] for key in _NAMES[:3])
         if not (isinstance(keys, mx.array) and isinstance(values, mx.array)):
             raise UnsupportedFormat(
@@ -62,6 +62,7 @@ class AttentionCalls:
             mask=mask,
             dtype=name_of(dtype),
             sinks=None if sinks is None else floats(sinks),
+            **arguments,
         )
         return mx.array(y).astype(dtype)
 

@@ -22,12 +22,14 @@ _REMEMBERED = 1 << 14
 class Path:
     """A kernel path by its full name (native, forced/…, reference/…), and the rule that chose it.
 
-    ``asked`` says that a rule of the scenario names it, so that another one would be a run that nobody asked for.
+    ``asked`` says that a rule of the scenario names it, so that another one would be a run that nobody asked for;
+    ``arguments`` are what a profile hands to the kernel beside the operands.
     """
 
     name: str
     rule: str
     asked: bool = False
+    arguments: tuple[tuple[str, int], ...] = ()
 
     @property
     def kernel(self) -> str | None:
@@ -152,7 +154,7 @@ def _profile(name: str) -> Profile:
 
 
 def _path(choice: Choice, op: str) -> Path:
-    path = Path(_full_name(choice.kernel), choice.rule)
+    path = Path(_full_name(choice.kernel), choice.rule, arguments=choice.arguments)
     return path if _fits(choice.kernel, op) else path.left_native(f"{choice.kernel} cannot run {op} calls.")
 
 

@@ -279,3 +279,20 @@ def test_the_facts_of_attention_are_those_of_the_padded_batch() -> None:
     assert (call.op, call.rows, call.query, call.keys, call.batch) == ("attention", 2, 2, 21, 3)
     assert (call.head_dim, call.heads, call.kv_heads, call.mask, call.dtype) == (16, 8, 4, "array", "float32")
     assert call.names()["padded"] is True
+
+
+def test_a_kernel_gets_what_the_profile_hands_it() -> None:
+    """How many blocks two passes take depends on the chip, which the operands do not say."""
+    q, k, v = normal(1, 4, 1, 64, seed=1), normal(1, 2, 1500, 64, seed=2), normal(1, 2, 1500, 64, seed=3)
+    plain = [np.array(array) for array in (q, k, v)]
+    outputs = {}
+    for letter, blocks in (("s", 64), ("d", 128)):
+        plan = KernelPlan(f"mlx-metal:letter={letter}")
+        y, taken = Operations(plan).attention.run(
+            ATTENTION, lambda *_, **__: None, (q, k, v, None, 0.125, None), {}
+        )
+        assert taken.path == "reference/mlx-metal/sdpa_vector_2pass" and f"blocks {blocks}" in taken.rule
+        expected = kernel("mlx-metal/sdpa_vector_2pass")(*plain, 0.125, blocks=blocks)  # type: ignore[operator, call-arg]
+        assert np.array_equal(np.array(y), expected)
+        outputs[letter] = np.array(y)
+    assert not np.array_equal(outputs["s"], outputs["d"])
