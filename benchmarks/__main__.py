@@ -55,7 +55,12 @@ BENCHMARKS = (
     Benchmark(
         "kernels",
         "at least MLX's speed, twice that from 8 rows on (median of the shapes)",
-        lambda row: row["times MLX's speed"] >= (2 if row["rows"] >= 8 else 1),
+        lambda row: all(row[f"M {m}"] >= (2 if m >= 8 else 1) for m in (1, 2, 4, 8, 32)),
+    ),
+    Benchmark(
+        "steps",
+        "at most the native step",
+        lambda row: row["profile / native"] <= 1.0,
     ),
     Benchmark(
         "compare",
@@ -68,6 +73,16 @@ BENCHMARKS = (
         "every planted fault found as exactly that origin",
         lambda row: row["found"] == row["trials"],
         _plants,
+    ),
+    Benchmark(
+        "relax",
+        "every plant named exactly, re-runs at most 10% of starting each from the prompt",
+        lambda row: row["named exactly"] == row["trials"] and row["share %"] <= 10,
+    ),
+    Benchmark(
+        "fragility",
+        "flips seen within three standard deviations of those predicted, in every bin",
+        lambda row: row["off by"] <= 3,
     ),
 )
 

@@ -10,7 +10,11 @@ from pathlib import Path
 from detdiff.model import LoadedModel, load
 
 ROOT = Path(__file__).parents[1]
-LAYOUTS = {"bf16": ("--dtype", "bf16"), "packed-f32": ("--packed", "--dtype", "f32")}
+LAYOUTS = {
+    "bf16": ("--dtype", "bf16"),
+    "packed-f32": ("--packed", "--dtype", "f32"),
+    "packed-bf16": ("--packed", "--dtype", "bf16"),
+}
 
 
 def smollm2(layout: str) -> LoadedModel:

@@ -13,19 +13,22 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from detdiff.compare import Divergence, compare
-    from detdiff.engine import record
+    from detdiff.engine.record import record
+    from detdiff.explain import Verdict, explain
     from detdiff.scenario import Scenario
     from detdiff.trace import Trace
 
 __version__ = "0.1.0"
 
-__all__ = ["Divergence", "Scenario", "Trace", "compare", "record"]
+__all__ = ["Divergence", "Scenario", "Trace", "Verdict", "compare", "explain", "record"]
 
 _HOME = {
     "Divergence": "detdiff.compare",
     "Scenario": "detdiff.scenario",
     "Trace": "detdiff.trace",
+    "Verdict": "detdiff.explain",
     "compare": "detdiff.compare",
+    "explain": "detdiff.explain",
     "record": "detdiff.engine",
 }
 
@@ -43,10 +46,10 @@ def __dir__() -> list[str]:
 
 
 class _Package(ModuleType):
-    # `compare` is both a subpackage and the function in it. Importing a subpackage binds its name here, which
-    # would make `detdiff.compare` a function or a module by the order of imports; it is always the function.
+    # `compare` and `explain` are both a subpackage and the function in it. Importing a subpackage binds its name here,
+    # which would make `detdiff.compare` a function or a module by the order of imports; it is always the function.
     def __setattr__(self, name: str, value: object) -> None:
-        if not (name == "compare" and isinstance(value, ModuleType)):
+        if not (name in ("compare", "explain") and isinstance(value, ModuleType)):
             super().__setattr__(name, value)
 
 

@@ -27,10 +27,10 @@ from detdiff.commands.sides import Asked, OnToken, named, record_trace, recorded
 IDENTICAL, DIFFERENT, TROUBLE, INCONCLUSIVE = 0, 1, 2, 3
 EXIT_CODES = """\b
 Exit codes:
-  0  identical (compare), bits depend on the row alone (probe), done (other commands)
+  0  identical (compare, explain), bits depend on the row alone (probe), done (other commands)
   1  different
   2  trouble: bad arguments or input, interrupted, disk full
-  3  inconclusive: nothing comparable, or not everything compared"""
+  3  inconclusive: nothing comparable, not everything compared, cause undetermined (explain)"""
 _JSON, _DEBUG = "detdiff.json", "detdiff.debug"
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -188,6 +188,11 @@ def record(scenario: Path, trace: Path, capture: str | None, changes: tuple[str,
 @click.option(
     "--replay", is_flag=True, help="Run both again and capture values around each divergence: ULPs."
 )
+@click.option(
+    "--force-tokens",
+    metavar="FROM",
+    help="Feed side b the tokens of a, or those of a trace, to compare past the first flip.",
+)
 @click.option("--partial", is_flag=True, help="Read what is left of damaged traces.")
 @json_option
 def compare(files: tuple[Path, ...], **options: Any) -> None:
@@ -224,6 +229,57 @@ def compare(files: tuple[Path, ...], **options: Any) -> None:
     click.get_current_context().exit(code)
 
 
+@main.command()
+@click.argument("files", nargs=-1, metavar="[A] [B]", type=click.Path(path_type=Path))
+@click.option(
+    "--model", help="Without files: builtin, a directory, or a hub id. With traces: where their model is now."
+)
+@click.option(
+    "--prompt", "prompts", multiple=True, help="Without files: a request's text; give one for each."
+)
+@click.option(
+    "--a", "flags_a", metavar="FLAGS", default="", help="Side a: key=value key=value, as in a scenario."
+)
+@click.option("--b", "flags_b", metavar="FLAGS", default="", help="Side b; --a and --b win over --both.")
+@click.option("--both", metavar="FLAGS", default="", help="The same for both sides.")
+@click.option(
+    "--split-rows", metavar="N", help="Short for --both split_rows=N: at most N rows go row by row."
+)
+@click.option(
+    "--kernels", metavar="NAME", help="Short for --both kernels=NAME: a dispatch profile, or native."
+)
+@click.option(
+    "--keep", metavar="DIR", type=click.Path(path_type=Path), help="Keep the traces as DIR/a and DIR/b."
+)
+@click.option(
+    "--control", "controls", metavar="NAME", multiple=True, help="Run this control alone; may be given again."
+)
+@click.option("--budget", metavar="N", type=click.IntRange(0), help="At most N re-runs.")
+@click.option("--partial", is_flag=True, help="Read what is left of damaged traces.")
+@json_option
+def explain(files: tuple[Path, ...], controls: tuple[str, ...], budget: int | None, **options: Any) -> None:
+    """Find why run B parts from run A: rounding, a bug, a policy, or a run that does not repeat.
+
+    A and B are what compare takes. Controls run them again, each with one thing changed; docs/explain.md has them all.
+    Exit code 0: identical; 1: different, whatever the verdict; 3: undetermined.
+
+    Example: detdiff explain --model builtin --prompt "In the beginning" --prompt "My son" --both "layout=packed
+    kernels=candle-metal" --a schedule=serial --b "schedule=continuous arrivals=0,5"
+    """
+    from detdiff.commands.explain import explained
+    from detdiff.report import verdict_json, verdict_text
+
+    if len(files) > 2:
+        raise click.UsageError(f"explain takes two files at most, and there are {len(files)}.")
+    verdict = explained(_asked(files, options), controls, budget, _progress)
+    if options["as_json"]:
+        _write_json(verdict_json(verdict))
+    else:
+        click.echo(verdict_text(verdict, width=_width()), nl=False)
+    codes = {"identical": IDENTICAL, "undetermined": INCONCLUSIVE}
+    click.get_current_context().exit(codes.get(verdict.kind, DIFFERENT))
+
+
 def _asked(files: tuple[Path, ...], options: Mapping[str, Any]) -> Asked:
     short = [f"{key}={options[key]}" for key in ("split_rows", "kernels") if options[key] is not None]
     return Asked(
@@ -235,7 +291,8 @@ def _asked(files: tuple[Path, ...], options: Mapping[str, Any]) -> Asked:
         b=options["flags_b"],
         partial=options["partial"],
         keep=options["keep"],
-        replay=options["replay"],
+        replay=options.get("replay", False),
+        force_tokens=options.get("force_tokens"),
     )
 
 

@@ -163,6 +163,14 @@ class TokenOutOfRange(ScenarioError):
     """A token id that the model's vocabulary does not have."""
 
 
+class DraftMismatch(ScenarioError):
+    """A draft model whose vocabulary is not the model's."""
+
+
+class ForcedTokensMissing(ScenarioError):
+    """The trace whose tokens should be fed has no such request, another prompt, or no tokens for it."""
+
+
 class LayoutError(DetdiffError):
     """A model cannot be run in the asked layout; names the module that prevents it."""
 
@@ -213,6 +221,10 @@ class ForwardLineError(TraceError):
 
 class PlanLineError(TraceError):
     """A plan's line lacks a field, is out of order or names sites that do not exist."""
+
+
+class EventLineError(TraceError):
+    """An event line lacks what its kind needs, or does not follow its forward."""
 
 
 class TextLineError(TraceError):

@@ -1,4 +1,4 @@
-"""A scenario says everything about a run: model, requests, schedule, kernel plan, capture.
+"""A scenario says everything about a run: model, requests, schedule, speculation, cache, kernel plan, capture.
 
 Files and flags share one set of flat keys (``detdiff.scenario_flags``); ``to_dict`` and ``from_dict`` are the
 one form behind both.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,27 +38,46 @@ from detdiff.scenario_flags import (
     typed,
 )
 from detdiff.scenario_parts import (
+    CachePlan,
     Capture,
     KernelPlan,
     PathRule,
     Request,
     Sampling,
     Schedule,
+    Speculation,
     check_name,
 )
+from detdiff.scenario_uses import check_uses, useless
 
-__all__ = ["Capture", "KernelPlan", "PathRule", "Request", "Sampling", "Scenario", "Schedule"]
+__all__ = [
+    "CachePlan",
+    "Capture",
+    "KernelPlan",
+    "PathRule",
+    "Request",
+    "Sampling",
+    "Scenario",
+    "Schedule",
+    "Speculation",
+]
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """A run, whole. Raises RequestsMissing, RequestIdRepeated, ScenarioConflict and ScenarioRangeError."""
+    """A run, whole. ``force_tokens`` is a trace's directory: a request is fed what it generated there under the same id.
+
+    Raises RequestsMissing, RequestIdRepeated, ScenarioConflict and ScenarioRangeError.
+    """
 
     model: str
     requests: tuple[Request, ...]
     schedule: Schedule = field(default_factory=Schedule)
     kernels: KernelPlan = field(default_factory=KernelPlan)
     capture: Capture = field(default_factory=Capture)
+    speculation: Speculation | None = None
+    cache: CachePlan = field(default_factory=CachePlan)
+    force_tokens: str | None = None
 
     def __post_init__(self) -> None:
         check_name("model", self.model)
@@ -88,10 +107,15 @@ class Scenario:
                 raise ScenarioRangeError(
                     f"window_requests has {name!r}, which is no request; {nearest(name, places)}"
                 )
+        if self.force_tokens is not None:
+            check_name("force_tokens", self.force_tokens)
+        sampled = next((request.id for request in self.requests if request.sampling.temperature), None)
+        check_uses(self.schedule, self.cache, self.speculation, self.force_tokens, sampled)
 
     @classmethod
     def from_toml(cls, path: str | Path) -> Scenario:
-        """Read a scenario file. A relative model directory or profile file is looked for in the file's own folder.
+        """Read a scenario file. A relative model directory, profile file or trace is looked for in the file's own
+        folder.
 
         Raises ScenarioFileError, and what ``from_dict`` raises, naming the file.
         """
@@ -108,11 +132,7 @@ class Scenario:
             ) from None
         except (ValueError, RecursionError) as error:
             raise ScenarioFileError(f"{path}: this is not a TOML file ({error}); correct it there.") from None
-        if isinstance(table.get("model"), str):
-            table["model"] = _model_path(table["model"], path.parent)
-        if isinstance(table.get("kernels"), str):
-            table["kernels"] = _profile_path(table["kernels"], path.parent)
-        return cls.from_dict(table, where=str(path))
+        return cls.from_dict(_resolved(table, path.parent), where=str(path))
 
     @classmethod
     def from_flags(cls, model: str, prompts: Sequence[str], flags: str) -> Scenario:
@@ -127,10 +147,8 @@ class Scenario:
             requests += [{"tokens": tokens} for tokens in keys.pop("tokens", ())]
             if "arrivals" in keys:
                 _set_arrivals(requests, keys.pop("arrivals"))
-        model = _model_path(keys.pop("model", model), Path())
-        if "kernels" in keys:
-            keys["kernels"] = _profile_path(keys["kernels"], Path())
-        return cls.from_dict({"model": model, **keys, "request": requests}, where="flags")
+        keys = _resolved({"model": model, **keys}, Path())
+        return cls.from_dict({**keys, "request": requests}, where="flags")
 
     @classmethod
     def from_dict(cls, values: Any, *, where: str = "scenario") -> Scenario:
@@ -159,7 +177,8 @@ class Scenario:
             return _scenario(keys, tuple(requests), tuple(rules))
 
     def to_dict(self) -> dict[str, Any]:
-        """The flat keys, fit for JSON, in one order, none left to a default; ``from_dict`` reads them."""
+        """The flat keys, fit for JSON, in one order; ``from_dict`` reads them. None is left to a default, but for those
+        of speculation, cache and forcing, which stand here where they are used."""
         schedule, capture = self.schedule, self.capture
         keys: dict[str, Any] = {
             "model": self.model,
@@ -168,6 +187,9 @@ class Scenario:
             "active": schedule.active,
             "row_budget": schedule.row_budget,
             "prefill_chunk": schedule.prefill_chunk,
+            **({} if self.speculation is None else vars(self.speculation)),
+            "force_tokens": self.force_tokens,
+            **_cache_keys(self.cache),
             "kernels": self.kernels.profile,
             "split_rows": self.kernels.split_rows,
             "capture": capture.level,
@@ -191,7 +213,8 @@ class Scenario:
         """A copy with flat keys changed; None sets a key back to its default.
 
         A setting that the change leaves without a use goes (``active`` under serial, ``row_budget`` when padded, the
-        window when another capture is asked for), so that one file serves for both sides of a comparison.
+        window when another capture is asked for), so that one file serves for both sides of a comparison. What decides
+        numbers (a draft, a quantised cache) never goes so: it is removed by name, or is a conflict.
         A request setting (``max_tokens``, ``seed``, ...) changes in every request, ``chat`` only where the
         prompt is text. ``arrivals`` has one number for each request. Raises what ``from_dict`` raises.
         """
@@ -203,33 +226,12 @@ class Scenario:
             changes = typed({name: value for name, value in keys.items() if value is not None}, CHANGE_KEYS)
             if "arrivals" in keys:
                 _set_arrivals(requests, changes.pop("arrivals", [0] * len(requests)))
-        if "model" in changes:
-            changes["model"] = _model_path(changes["model"], Path())
-        if "kernels" in changes:
-            changes["kernels"] = _profile_path(changes["kernels"], Path())
-        useless = {
-            name
-            for key, value in changes.items()
-            for name in _USELESS.get((key, value), ())
-            if name not in keys
-        }
-        if ("schedule", "static") in changes.items() and "arrivals" not in keys:
-            useless.add("arrival")
+        changes = _resolved(changes, Path())
+        gone = useless(keys, changes)
         for table in (values, *requests):
-            for name in (*keys, *useless):
+            for name in (*keys, *gone):
                 table.pop(name, None)
         return Scenario.from_dict({**values, **changes}, where="changes")
-
-
-_WINDOW = ("window_requests", "window_positions", "window_sites")
-_USELESS: dict[tuple[str, Any], tuple[str, ...]] = {
-    ("schedule", "serial"): ("active",),
-    ("schedule", "static"): ("active",),
-    ("layout", "padded"): ("row_budget",),
-    ("capture", "digest"): _WINDOW,
-    ("capture", "full"): _WINDOW,
-}
-"""What a changed key leaves without a use."""
 
 
 @contextmanager
@@ -242,7 +244,7 @@ def located(where: str) -> Iterator[None]:
 
 
 def _model_path(model: str, folder: Path) -> str:
-    if not model or model == "builtin":
+    if not model or model in ("builtin", "builtin-draft"):
         return model
     path = folder / os.path.expanduser(model)
     # Absolute, so that a trace can be replayed from another folder. What is no directory may be a hub id.
@@ -253,6 +255,31 @@ def _profile_path(kernels: str, folder: Path) -> str:
     """A profile as it is, or the absolute path of a profile's file, with the parameters that follow it."""
     found = re.fullmatch(r"(.*\.toml)((?::.*)?)", kernels, re.DOTALL)
     return os.path.abspath(folder / os.path.expanduser(found[1])) + found[2] if found else kernels
+
+
+def _trace_path(trace: str, folder: Path) -> str:
+    return os.path.abspath(folder / os.path.expanduser(trace)) if trace else trace
+
+
+_PLACES: Mapping[str, Callable[[str, Path], str]] = {
+    "model": _model_path,
+    "draft": _model_path,
+    "kernels": _profile_path,
+    "force_tokens": _trace_path,
+}
+
+
+def _resolved(keys: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """``keys`` with every relative file and directory looked for in ``folder``."""
+    return {
+        name: _PLACES[name](value, folder) if name in _PLACES and isinstance(value, str) else value
+        for name, value in keys.items()
+    }
+
+
+def _cache_keys(cache: CachePlan) -> dict[str, Any]:
+    plain = CachePlan()
+    return {name: value for name, value in vars(cache).items() if value != getattr(plain, name)}
 
 
 def _set_arrivals(requests: Sequence[dict[str, Any]], arrivals: Sequence[int]) -> None:
@@ -307,10 +334,17 @@ def _scenario(
         digest="digest",
         memory_mb="memory_mb",
     )
+    if "drafts" in keys and "draft" not in keys:
+        raise ScenarioConflict(
+            f"drafts is {keys['drafts']} and there is no draft model that could propose them; add draft, or remove drafts."
+        )
     return Scenario(
         model=keys["model"],
         requests=requests,
         schedule=Schedule(**schedule),
         kernels=KernelPlan(**kernels, rules=rules),
         capture=Capture(**capture),
+        speculation=Speculation(**_pick(keys, draft="draft", drafts="drafts")) if "draft" in keys else None,
+        cache=CachePlan(**{name: keys[name] for name in vars(CachePlan()) if name in keys}),
+        force_tokens=keys.get("force_tokens"),
     )

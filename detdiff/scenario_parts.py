@@ -21,7 +21,8 @@ SCHEDULES = ("serial", "static", "continuous")
 LAYOUTS = ("padded", "packed")
 LEVELS = ("digest", "full", "window")
 DIGESTS = ("auto", "host", "device")
-PHASES = ("any", "prefill", "decode", "mixed")
+PHASES = ("any", "prefill", "decode", "mixed", "draft", "verify")
+KV_BITS, KV_GROUPS = (2, 3, 4, 5, 6, 8), (32, 64, 128)  # what MLX can quantise to
 # Positions, token ids and forwards are 32-bit in a trace; a seed is 64-bit in TOML.
 INT32_MAX, INT64_MAX = 2**31 - 1, 2**63 - 1
 
@@ -170,7 +171,7 @@ class PathRule:
     """
 
     site: str = "*"
-    phase: Literal["any", "prefill", "decode", "mixed"] = "any"
+    phase: Literal["any", "prefill", "decode", "mixed", "draft", "verify"] = "any"
     rows: str = "1.."
     path: str = NATIVE
     second_last: str = "1.."
@@ -221,6 +222,60 @@ class KernelPlan:
         if self.profile is not None:
             check_name("kernels", self.profile)
         _between("split_rows", self.split_rows, 1)
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """``draft`` proposes ``drafts`` tokens at a time, fewer near a request's end, and the model verifies them in one
+    forward.
+
+    ``draft`` is named as a model is. Raises ScenarioRangeError.
+    """
+
+    draft: str
+    drafts: int = 4
+
+    def __post_init__(self) -> None:
+        check_name("draft", self.draft)
+        _between("drafts", self.drafts, 1)
+
+
+@dataclass(frozen=True)
+class CachePlan:
+    """How keys and values are kept. None and False: plain, contiguous, each request its own.
+
+    ``kv_bits``, ``kv_group_size`` and ``kv_start`` (from which position on) are mlx-lm's quantised cache;
+    ``reuse_tokens`` is how much of a prompt its ``prompt_cache`` holds beforehand, as a forward of its own. Packed:
+    ``page_tokens`` is the size of a page, and ``share_prefix`` lets a request take what an earlier prompt began with.
+    Raises ScenarioRangeError, and ScenarioConflict for a part of the quantised cache without ``kv_bits``.
+    """
+
+    kv_bits: int | None = None
+    kv_group_size: int = 64
+    kv_start: int = 0
+    page_tokens: int | None = None
+    share_prefix: bool = False
+    reuse_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.kv_bits is not None and self.kv_bits not in KV_BITS:
+            raise ScenarioRangeError(f"kv_bits is {self.kv_bits}; it must be one of {_listed(KV_BITS)}.")
+        if self.kv_group_size not in KV_GROUPS:
+            raise ScenarioRangeError(
+                f"kv_group_size is {self.kv_group_size}; it must be one of {_listed(KV_GROUPS)}."
+            )
+        _between("kv_start", self.kv_start, 0)
+        _between("page_tokens", self.page_tokens, 1)
+        _between("reuse_tokens", self.reuse_tokens, 1)
+        if self.kv_bits is None and (self.kv_group_size, self.kv_start) != (64, 0):
+            raise ScenarioConflict(
+                "kv_group_size and kv_start are of a quantised cache, and there is no kv_bits; add kv_bits, or "
+                "remove them."
+            )
+
+
+def _listed(values: Sequence[int]) -> str:
+    return ", ".join(map(str, values[:-1])) + f" or {values[-1]}"
 
 
 @dataclass(frozen=True)

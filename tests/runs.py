@@ -103,9 +103,16 @@ class Runs:
         self._count = 0
         self._bases: dict[tuple[Any, ...], Trace] = {}
 
-    def record(self, of: LoadedModel, asked: Scenario, options: RecordOptions = QUIET) -> Trace:
+    def record(
+        self,
+        of: LoadedModel,
+        asked: Scenario,
+        options: RecordOptions = QUIET,
+        draft: LoadedModel | None = None,
+    ) -> Trace:
         self._count += 1
-        return record(asked, self._directory / str(self._count), loaded=of, options=options)
+        path = self._directory / str(self._count)
+        return record(asked, path, loaded=of, draft=draft, options=options)
 
     def base(self, arch: str, fmt: str, **keys: Any) -> Trace:
         key = (arch, fmt, *sorted((name, str(value)) for name, value in keys.items()))

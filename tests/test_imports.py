@@ -31,7 +31,15 @@ def loaded_by(statement: str) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "module", ["detdiff", "detdiff.trace", "detdiff.compare", "detdiff.report", "detdiff.scenario"]
+    "module",
+    [
+        "detdiff",
+        "detdiff.trace",
+        "detdiff.compare",
+        "detdiff.report",
+        "detdiff.scenario",
+        "detdiff.explain.rules",
+    ],
 )
 def test_comparing_and_reporting_load_no_model_library(module: str) -> None:
     assert not loaded_by(f"import {module}") & (HEAVY | {"click"})
@@ -44,16 +52,19 @@ def test_a_model_library_that_is_loaded_is_seen(module: str) -> None:
 
 def test_the_public_names_are_what_they_say_whatever_was_imported_before() -> None:
     program = """
-import detdiff, detdiff.compare
+import detdiff, detdiff.compare, detdiff.explain
 from detdiff.compare import Divergence
 assert detdiff.Divergence is Divergence
 assert detdiff.compare.__name__ == "compare" and callable(detdiff.compare)
 from detdiff import compare, record
 from detdiff.compare import compare as function
 assert compare is function is detdiff.compare
+from detdiff import explain
+from detdiff.explain import explain as function
+assert explain is function is detdiff.explain and callable(explain)
 print(*sorted(name for name in detdiff.__all__ if callable(getattr(detdiff, name))))
 """
-    assert python(program) == "Divergence Scenario Trace compare record"
+    assert python(program) == "Divergence Scenario Trace Verdict compare explain record"
 
 
 def test_a_name_that_is_not_public_is_an_attribute_error() -> None:

@@ -147,7 +147,7 @@ def metal_dense(chip: tuple[int, str, str], m: int, k: int, n: int, dtype: str) 
         most = max(m, n)
         return "splitk_nax" if k >= 3 * most or (most <= 1024 and k > 2 * most) else "steel"
     if version < "0.30.1":
-        return "splitk" if (m // 16) * (n // 16) <= 32 and k >= 128 else "steel"
+        return "splitk-0.30.0" if (m // 16) * (n // 16) <= 32 and k >= 128 else "steel"
     tiles = -(-m // 16) * -(-n // 16)
     return (
         "splitk" if tiles <= (2048 if letter in "sd" else 1024) and k >= 128 and k >= max(m, n) else "steel"

@@ -26,8 +26,13 @@ QUANTISED = {
     "candle-metal": ({"mv"}, {"mm"}, r"second-to-last dimension"),
 }
 DENSE = {
-    "mlx-metal:generation=13,letter=g": ({"gemv"}, {"splitk", "steel"}, r"m|rows"),
-    "mlx-metal:generation=16,letter=s": ({"gemv"}, {"gemv_wide", "splitk", "steel"}, r"m|rows"),
+    "mlx-metal:generation=13,letter=g": ({"gemv"}, {"splitk", "steel"}, r"min\(m, n\) > 1"),
+    # A short prompt of its own takes gemv_wide as well, which has 16 lanes instead of 32 from 6 rows on.
+    "mlx-metal:generation=16,letter=s": (
+        {"gemv", "gemv_wide"},
+        {"gemv_wide", "splitk", "steel"},
+        r"2 <= m <= 15|min\(m, n\) > 1",
+    ),
     "candle-metal": ({"mv"}, {"mm"}, r"second-to-last dimension"),
 }
 

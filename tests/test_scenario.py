@@ -12,7 +12,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from detdiff.scenario import Capture, KernelPlan, PathRule, Request, Sampling, Scenario, Schedule
+from detdiff.errors import ScenarioConflict
+from detdiff.scenario import (
+    CachePlan,
+    Capture,
+    KernelPlan,
+    PathRule,
+    Request,
+    Sampling,
+    Scenario,
+    Schedule,
+    Speculation,
+)
 from detdiff.scenario_flags import CHANGE_KEYS, FILE_KEYS, FLAG_KEYS, REQUEST_KEYS, RULE_KEYS, parse_flags
 
 DOCS = Path(__file__).resolve().parent.parent / "docs" / "scenario.md"
@@ -109,11 +120,17 @@ natural = st.integers(0, 2**31 - 1)
 def scenarios(draw: st.DrawFn) -> Scenario:
     kind: Any = draw(st.sampled_from(["serial", "static", "continuous"]))
     layout: Any = draw(st.sampled_from(["padded", "packed"]))
+    packed, one_by_one = layout == "packed", layout == "padded" and kind == "serial"
+    speculates = (packed or one_by_one) and draw(st.booleans())
+    quantised = one_by_one and draw(st.booleans())
     requests = []
     for name in draw(st.lists(names, min_size=1, max_size=4, unique=True)):
         is_text = draw(st.booleans())
         sampling = st.builds(
-            Sampling, st.floats(0, 1e300), st.floats(0, 1, exclude_min=True), st.integers(0, 2**63 - 1)
+            Sampling,
+            st.just(0.0) if speculates else st.floats(0, 1e300),
+            st.floats(0, 1, exclude_min=True),
+            st.integers(0, 2**63 - 1),
         )
         requests.append(
             Request(
@@ -132,7 +149,7 @@ def scenarios(draw: st.DrawFn) -> Scenario:
     rules = st.builds(
         PathRule,
         site=st.text(characters, min_size=1, max_size=8),
-        phase=st.sampled_from(["any", "prefill", "decode", "mixed"]),
+        phase=st.sampled_from(["any", "prefill", "decode", "mixed", "draft", "verify"]),
         rows=st.sampled_from(["1", "2..8", "9.."]),
         path=st.sampled_from(["native", "rows", "pad:8", "candle-metal/mv"]),
         second_last=st.sampled_from(["1..", "2.."]),
@@ -161,6 +178,16 @@ def scenarios(draw: st.DrawFn) -> Scenario:
             digest=draw(st.sampled_from(["auto", "host", "device"])),
             memory_mb=draw(positive),
         ),
+        speculation=Speculation(draw(names), draw(positive)) if speculates else None,
+        cache=CachePlan(
+            kv_bits=draw(st.sampled_from([2, 3, 4, 5, 6, 8])) if quantised else None,
+            kv_group_size=draw(st.sampled_from([32, 64, 128])) if quantised else 64,
+            kv_start=draw(natural) if quantised else 0,
+            page_tokens=draw(st.none() | positive) if packed else None,
+            share_prefix=packed and draw(st.booleans()),
+            reuse_tokens=draw(st.none() | positive) if one_by_one else None,
+        ),
+        force_tokens=draw(st.none() | names) if packed or not speculates else None,
     )
 
 
@@ -177,11 +204,11 @@ def test_the_toml_gives_the_scenario_back(scenario: Scenario) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "case.toml"
         path.write_bytes(scenario.to_toml().encode())
-        assert Scenario.from_toml(path).with_changes(model=scenario.model) == scenario.with_changes(
-            model=scenario.model
-        )
-        # A model name that looks like a path is resolved on reading; all else is as it was.
-        assert Scenario.from_dict({**Scenario.from_toml(path).to_dict(), "model": scenario.model}) == scenario
+        read, keys = Scenario.from_toml(path).to_dict(), scenario.to_dict()
+        # A name that looks like a path is resolved on reading; all else is as it was.
+        named = {name: keys[name] for name in ("model", "draft", "force_tokens") if name in keys}
+        assert named.keys() == {name for name in read if name in ("model", "draft", "force_tokens")}
+        assert Scenario.from_dict({**read, **named}) == scenario
 
 
 def test_the_limits_themselves_are_allowed() -> None:
@@ -222,6 +249,41 @@ def test_a_model_directory_is_looked_for_beside_the_file(
     assert model("./missing") == str(tmp_path / "missing")
     assert model("builtin") == "builtin"
     assert model("owner/name") == "owner/name"
+
+
+def test_a_draft_and_a_trace_are_looked_for_beside_the_file_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "models" / "small").mkdir(parents=True)
+    (tmp_path / "elsewhere").mkdir()
+    text = 'model = "builtin"\nlayout = "packed"\ndraft = "models/small"\nforce_tokens = "run"\n[[request]]\nprompt = "a"'
+    path = written(tmp_path, text)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    read = Scenario.from_toml(path)
+    assert read.speculation == Speculation(str(tmp_path / "models" / "small"), 4)
+    assert read.force_tokens == str(tmp_path / "run")
+    changed = read.with_changes(draft="builtin-draft", force_tokens="run")
+    assert changed.speculation == Speculation("builtin-draft", 4)
+    assert changed.force_tokens == str(tmp_path / "elsewhere" / "run")
+
+
+def test_a_scenario_without_speculation_and_cache_settings_is_written_as_before() -> None:
+    keys = set(Scenario.from_dict(minimal(layout="packed")).to_dict())
+    assert not keys & {"draft", "drafts", "force_tokens", *vars(CachePlan())}
+
+
+def test_what_a_change_leaves_without_a_use_goes_and_what_decides_numbers_stays() -> None:
+    packed = Scenario.from_dict(
+        minimal(layout="packed", draft="builtin-draft", drafts=3, page_tokens=16, share_prefix=True)
+    )
+    padded = packed.with_changes(layout="padded")
+    assert padded.cache == CachePlan() and padded.speculation == Speculation("builtin-draft", 3)
+    assert packed.with_changes(draft=None).speculation is None
+    quantised = Scenario.from_dict(minimal(kv_bits=4, kv_group_size=32, kv_start=7, reuse_tokens=5))
+    assert quantised.with_changes(kv_bits=None).cache == CachePlan(reuse_tokens=5)
+    with pytest.raises(ScenarioConflict, match="kv_bits is 4, layout is packed"):
+        quantised.with_changes(layout="packed")
+    assert quantised.with_changes(layout="packed", kv_bits=None).cache == CachePlan()
 
 
 def test_flags_say_what_a_file_says(tmp_path: Path) -> None:

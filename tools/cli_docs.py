@@ -27,10 +27,10 @@ As diff(1) does, so that a script can ask:
 
 | code | meaning |
 |---|---|
-| 0 | `compare`: identical. `probe`: a row's bits depend on the row alone. Other commands: done |
-| 1 | `compare`: different. `probe`: bits depend on something else |
+| 0 | `compare`, `explain`: identical. `probe`: a row's bits depend on the row alone. Other commands: done |
+| 1 | `compare`: different. `explain`: numerics, bug, policy or race. `probe`: bits depend on something else |
 | 2 | trouble: bad arguments or input, an interrupt, a full disk, a fault of detdiff |
-| 3 | `compare`: inconclusive. Nothing could be compared, or nothing differs and not everything could be compared |
+| 3 | `compare`: inconclusive. Nothing could be compared, or nothing differs and not everything could be compared. `explain`: undetermined |
 
 Every error is one paragraph on stderr. `detdiff --debug COMMAND ...` shows the traceback as well.
 
@@ -44,6 +44,7 @@ With `--json` the answer goes to stdout as one JSON object, whose `schema` names
 | command | schema |
 |---|---|
 | `compare` | `detdiff.divergence/1` |
+| `explain` | [`detdiff.verdict/1`](json-schema.md#the-json-answer-of-explain) |
 | `record`, `show` | `detdiff.trace-summary/1`: what the text shows; `groups` are consecutive forwards with equal composition and kernel paths; `each_forward` and `each_site` (name, kind and layer of every site) are there with `--forwards` and `--sites` |
 | `probe` | `detdiff.probe/1`, and `detdiff.probe-sweep/1` for a model; [the page about it](probe.md) has the keys |
 | `demo` | `detdiff.demo/1`: `cases`, each with `title`, `anchor` and `divergence` |

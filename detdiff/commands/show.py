@@ -59,6 +59,8 @@ def summary(trace: Trace, *, every: bool = False, sites: bool = False) -> dict[s
         "shards": len(trace.shards),
         "bytes": sum(file.stat().st_size for file in trace.path.iterdir() if file.is_file()),
     }
+    if "draft" in header:
+        made["draft"] = header["draft"]
     if sites:
         made["each_site"] = [{"name": s.name, "kind": s.kind, "layer": s.layer} for s in trace.sites]
     if every:
@@ -70,6 +72,7 @@ def _requests(trace: Trace) -> Iterator[dict[str, Any]]:
     texts = trace.texts()
     generated = trace.generated(lens=False)
     scenario = asked(trace.scenario)
+    drafts = _drafts(trace)
     for number, request in enumerate(trace.requests):
         mine = np.flatnonzero(generated.request == number)
         tokens = generated.token[mine[np.argsort(generated.index[mine])]].tolist()
@@ -80,7 +83,20 @@ def _requests(trace: Trace) -> Iterator[dict[str, Any]]:
             "prompt": prompt if isinstance(prompt, str) else _joined(request["tokens"], texts),
             "generated_tokens": len(tokens),
             "generated": _joined(tokens, texts),
+            **drafts.get(number, {}),
         }
+
+
+def _drafts(trace: Trace) -> dict[int, dict[str, int]]:
+    """Proposed and accepted tokens by request, summed over the verifications."""
+    found: dict[int, dict[str, int]] = {}
+    for event in trace.events():
+        if event["event"] == "verify":
+            sums = found.setdefault(event["request"], {"verifications": 0, "proposed": 0, "accepted": 0})
+            sums["verifications"] += 1
+            sums["proposed"] += len(event["proposals"])
+            sums["accepted"] += event["accepted"]
+    return found
 
 
 def _joined(tokens: list[int], texts: Mapping[int, str]) -> str:
@@ -137,6 +153,8 @@ def _lines(found: Mapping[str, Any]) -> Iterator[str]:
     for note in found["notes"]:
         yield f"note: {escaped(note)}"
     yield _model(found["model"])
+    if "draft" in found:
+        yield "draft " + _model(found["draft"])
     yield "scenario: " + _pairs(found["scenario"], skip=("request", "rule", "model"))
     for rule in rules(found["scenario"]):
         yield f"rule: {rule}"
@@ -153,6 +171,11 @@ def _lines(found: Mapping[str, Any]) -> Iterator[str]:
             f"{request['generated_tokens']} of at most {request.get('max_tokens', '?')} generated, arrival "
             f"{request.get('arrival', 0)}{f', {how}' if how else ''}"
         )
+        if "proposed" in request:
+            yield (
+                f"  drafts: {request['accepted']} of {request['proposed']} accepted in "
+                f"{count(request['verifications'], 'verification')}"
+            )
         yield f"  prompt: {shown(_cut(request['prompt']))}"
         yield f"  generated: {shown(_cut(request['generated']))}"
 

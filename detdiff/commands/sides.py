@@ -26,7 +26,10 @@ Progress = Callable[[str], AbstractContextManager[OnToken | None]]
 
 @dataclass(frozen=True)
 class Asked:
-    """The arguments of a comparison; ``both``, ``a`` and ``b`` are flags, ``a`` and ``b`` win over ``both``."""
+    """The arguments of a comparison; ``both``, ``a`` and ``b`` are flags, ``a`` and ``b`` win over ``both``.
+
+    ``force_tokens`` is "a" or a trace's directory.
+    """
 
     files: tuple[Path, ...] = ()
     model: str | None = None
@@ -37,15 +40,20 @@ class Asked:
     partial: bool = False
     keep: Path | None = None
     replay: bool = False
+    force_tokens: str | None = None
 
 
 @dataclass(frozen=True)
 class Side:
-    """``name`` is a or b; ``source`` is the trace, or what to record; ``given`` is what the user named it by."""
+    """``name`` is a or b; ``source`` is the trace, or what to record; ``given`` is what the user named it by.
+
+    A side that is ``fed`` gets the tokens that side a generated.
+    """
 
     name: str
     source: Trace | Scenario
     given: str
+    fed: bool = False
 
 
 def sides(asked: Asked) -> tuple[Side, Side]:
@@ -57,9 +65,31 @@ def sides(asked: Asked) -> tuple[Side, Side]:
     with located("--both"):
         parse_flags(asked.both)
     found = _from_flags(asked) if not asked.files else _from_files(asked)
+    if asked.force_tokens is not None:
+        found = _forced(found, asked.force_tokens)
     if asked.keep is not None:
         _check_keep(asked.keep, found)
     return found
+
+
+def _forced(found: tuple[Side, Side], tokens: str) -> tuple[Side, Side]:
+    """Side b fed the tokens of side a, or every side that is to be recorded those of a trace. Raises CommandError."""
+    a, b = found
+    if not isinstance(b.source, Scenario):
+        raise CommandError(
+            f"--force-tokens says what side b is fed, and {b.given} was recorded already. Give side b as a scenario, or leave "
+            "--force-tokens out."
+        )
+    if tokens == "a":
+        return a, replace(b, fed=True)
+    given = Trace.open(tokens)
+    a, b = (
+        replace(side, source=side.source.with_changes(force_tokens=str(given.path)))
+        if isinstance(side.source, Scenario)
+        else side
+        for side in found
+    )
+    return a, b
 
 
 def _check_files(asked: Asked) -> None:
@@ -164,20 +194,26 @@ def _check_keep(keep: Path, found: tuple[Side, Side]) -> None:
 
 @contextmanager
 def recorded(
-    found: tuple[Side, Side], keep: Path | None, progress: Progress
+    found: tuple[Side, Side], keep: Path | None, progress: Progress, loaded: LoadedModel | None = None
 ) -> Iterator[tuple[Trace, Trace]]:
-    """Both sides as traces; scenarios are recorded, below ``keep`` or in a directory that is removed at the end."""
+    """Both sides as traces; scenarios are recorded, below ``keep`` or in a directory that is removed at the end.
+
+    ``loaded`` is the model of both where it is loaded already.
+    """
     if all(isinstance(side.source, Trace) for side in found):
         yield _trace(found[0]), _trace(found[1])
         return
     with tempfile.TemporaryDirectory(prefix="detdiff-") as folder:
-        loaded = _shared_model(found)
-        traces = []
+        loaded = loaded or _shared_model(found)
+        traces: list[Trace] = []
         for side in found:
-            if isinstance(side.source, Scenario):
+            source = side.source
+            if isinstance(source, Scenario):
                 path = (keep or Path(folder)) / side.name
+                if side.fed:
+                    source = source.with_changes(force_tokens=str(traces[0].path))
                 with progress(f"run {side.name}") as on_token:
-                    traces.append(record_trace(side.source, path, loaded, on_token, kept=keep is not None))
+                    traces.append(record_trace(source, path, loaded, on_token, kept=keep is not None))
             else:
                 traces.append(_trace(side))
         try:
@@ -200,11 +236,13 @@ def named(divergence: Divergence, found: tuple[Side, Side], keep: Path | None) -
     """The answer without paths of traces that are gone when it is read."""
     if keep is not None:
         return divergence
-    runs = {
-        side.name: replace(getattr(divergence, side.name), trace=f"{side.name} (not kept)")
-        for side in found
-        if isinstance(side.source, Scenario)
-    }
+    runs = {}
+    for side in found:
+        if isinstance(side.source, Scenario):
+            run = replace(getattr(divergence, side.name), trace=f"{side.name} (not kept)")
+            if side.fed:
+                run = replace(run, scenario={**run.scenario, "force_tokens": found[0].given})
+            runs[side.name] = run
     return replace(divergence, **runs)
 
 

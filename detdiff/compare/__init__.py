@@ -1,19 +1,22 @@
 """Compares two traces: alignment, flips, origins, carriers, metrics. Needs no model and no mlx."""
 
+from detdiff.compare.composition import Composition, Member
 from detdiff.compare.divergence import (
+    Agreement,
     CacheEntry,
     Carriers,
     Choice,
+    Chunk,
     Compared,
-    Composition,
     Divergence,
+    DraftDivergence,
+    EventCount,
+    Events,
     Finding,
     Flip,
     FlipForward,
     Growth,
-    Magnitude,
     Margin,
-    Member,
     NotCompared,
     Origin,
     OriginCount,
@@ -21,16 +24,24 @@ from detdiff.compare.divergence import (
     Run,
 )
 from detdiff.compare.ladder import RUNGS, compare
+from detdiff.compare.magnitude import Magnitude
 from detdiff.compare.metrics import Values, kl_divergence, measure, ulp_distance
+from detdiff.compare.speculated import Acceptance, Proposed, Verification, Verified
 
 __all__ = [
     "RUNGS",
+    "Acceptance",
+    "Agreement",
     "CacheEntry",
     "Carriers",
     "Choice",
+    "Chunk",
     "Compared",
     "Composition",
     "Divergence",
+    "DraftDivergence",
+    "EventCount",
+    "Events",
     "Finding",
     "Flip",
     "FlipForward",
@@ -41,9 +52,12 @@ __all__ = [
     "NotCompared",
     "Origin",
     "OriginCount",
+    "Proposed",
     "RequestDivergence",
     "Run",
     "Values",
+    "Verification",
+    "Verified",
     "compare",
     "kl_divergence",
     "measure",

@@ -10,24 +10,30 @@ from numpy.typing import NDArray
 
 from .details import Details, Found, Runs
 from .divergence import (
+    Agreement,
     CacheEntry,
     Candidate,
     Carriers,
     Choice,
+    Chunk,
+    DraftDivergence,
     Flip,
     FlipForward,
     Growth,
     LayerGrowth,
     Margin,
+    Origin,
     OriginCount,
     PositionGrowth,
     RequestDivergence,
 )
+from .events import chunk_of
 from .ports import CommonPorts
 from .requests import RequestPair, Steps
 from .rows import RowPairs
 from .rules import ROOT
 from .tally import Tally
+from .verification import Verifications
 
 Int64 = NDArray[np.int64]
 
@@ -49,25 +55,28 @@ class Pass:
 class RequestAnswer:
     """Answers for one request at a time; texts are token texts by id."""
 
-    def __init__(self, runs: Runs, done: Pass, texts: tuple[dict[int, str], dict[int, str]]) -> None:
+    def __init__(
+        self,
+        runs: Runs,
+        done: Pass,
+        texts: tuple[dict[int, str], dict[int, str]],
+        verifications: Verifications,
+    ) -> None:
         self._runs, self._done, self._texts = runs, done, texts
+        self._verifications = verifications
 
     def answer(self, number: int, request: RequestPair, fed_otherwise: bool) -> RequestDivergence:
         """The comparison of request ``number``; ``fed_otherwise`` says that rows got different tokens in."""
         tally, pairs = self._done.tally, self._done.pairs
-        rows = np.flatnonzero(pairs.request == number)
+        rows = np.flatnonzero(pairs.stream == number)
         differing = int(tally.differing[rows].sum())
-        first = tally.first.get(number)
-        origin = None
-        if first is not None:
-            _, _, row, place = first
-            leaf = place != ROOT and not self._done.ports.sites[place].descendants
-            how = self._done.late.get((row, place), "leaf" if leaf else "composite")
-            origin = self._done.details.origin(Found(row, place, how))
+        draft = self._draft(number)
+        own = self._first_origin(number)
+        origin = own if own is not None or draft is None or differing else draft.origin
         rung = None
         if fed_otherwise:
             rung = "workload"
-        elif differing:
+        elif differing or (draft is not None and draft.differing):
             rung = origin.rung if origin is not None else "bits"
         elif request.flip is not None:
             rung = "tokens"
@@ -89,15 +98,41 @@ class RequestAnswer:
             origin=origin,
             origins=self._counts(number),
             cache_entry=self._first_entry(rows),
-            carriers=self._carriers(rows) if differing else None,
+            carriers=self._carriers(rows[pairs.position[rows] <= request.at]) if differing else None,
             margins=_margins(request) if rung is not None else (),
             growth=self._growth(number, rows) if differing else None,
+            chunks=() if origin is None else self._chunks(request, rows, origin),
+            forced=_agreement(request) if request.forced else None,
+            draft=draft,
+            verification=self._verifications.answer(request),
         )
+
+    def _first_origin(self, stream: int) -> Origin | None:
+        """The first origin among the rows of a request in one model."""
+        first = self._done.tally.first.get(stream)
+        if first is None:
+            return None
+        _, _, row, place = first
+        leaf = place != ROOT and not self._done.ports.sites[place].descendants
+        how = self._done.late.get((row, place), "leaf" if leaf else "composite")
+        return self._done.details.origin(Found(row, place, how))
+
+    def _draft(self, number: int) -> DraftDivergence | None:
+        """The draft's rows of a request; None where no row of a draft was compared."""
+        stream = number + self._done.pairs.requests
+        rows = np.flatnonzero(self._done.pairs.stream == stream)
+        if not len(rows):
+            return None
+        firsts = self._done.tally.first
+        drafted, own = firsts.get(stream), firsts.get(number)
+        earlier = None if drafted is None else own is None or drafted[0] < own[0]
+        differing = int(self._done.tally.differing[rows].sum())
+        return DraftDivergence(len(rows), differing, self._first_origin(stream), earlier)
 
     def _flip(self, request: RequestPair, rows: Int64) -> Flip:
         index = request.flip
         assert index is not None
-        at = rows[self._done.pairs.position[rows] == request.limit]
+        at = rows[self._done.pairs.position[rows] == request.at]
         forwards = [
             int(steps.forward[index]) if index < len(steps) else None
             for steps in (request.steps_a, request.steps_b)
@@ -105,7 +140,7 @@ class RequestAnswer:
         return Flip(
             index=index,
             kind=request.kind,
-            position=request.limit,
+            position=request.at,
             forward_a=forwards[0],
             forward_b=forwards[1],
             a=_choice(request.steps_a, index, self._texts[0]),
@@ -142,6 +177,24 @@ class RequestAnswer:
             origins=int(self._done.tally.origins[rows[inside]].sum()),
             differing=int(self._done.tally.differing[rows[inside]].sum()),
         )
+
+    def _chunks(self, request: RequestPair, rows: Int64, origin: Origin) -> tuple[Chunk, ...]:
+        """The prefill forward of each run that the origin lies in."""
+        pairs, found = self._done.pairs, []
+        position, differs = pairs.position[rows], self._done.tally.differing[rows] > 0
+        for run, trace, number, at, forward in (
+            ("a", self._runs.a, request.a, pairs.a, origin.forward_a),
+            ("b", self._runs.b, request.b, pairs.b, origin.forward_b),
+        ):
+            index = chunk_of(trace, number, forward)
+            if index is None:
+                continue
+            inside = trace.row_index().forward[at[rows]] == forward
+            here = position[inside]
+            earlier = differs[position < here.min()]
+            ranges = _ranges(np.sort(position[inside & differs]))
+            found.append(Chunk(run, index, int(here.min()), int(here.max()), ranges, not earlier.any()))
+        return tuple(found)
 
     def _counts(self, number: int) -> tuple[OriginCount, ...]:
         total: dict[tuple[str, int | None, str | None, str | None], int] = {}
@@ -242,6 +295,16 @@ def _margins(request: RequestPair) -> tuple[Margin, ...]:
     known = np.flatnonzero(~np.isnan(smaller))
     nearest = known[np.argsort(smaller[known], kind="stable")[:_MARGINS]]
     return tuple(Margin(int(n), int(request.steps_a.token[n]), float(a[n]), float(b[n])) for n in nearest)
+
+
+def _agreement(request: RequestPair) -> Agreement:
+    common = min(len(request.steps_a), len(request.steps_b))
+    same = request.steps_a.token[:common] == request.steps_b.token[:common]
+    again, span = None, 0
+    if request.flip is not None and same[request.flip :].any():
+        again = request.flip + int(np.argmax(same[request.flip :]))
+        span = int(np.argmin(np.append(same[again:], False)))
+    return Agreement(common, int(np.count_nonzero(~same)), again, span)
 
 
 def _ranges(positions: Int64) -> tuple[tuple[int, int], ...]:

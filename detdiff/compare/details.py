@@ -11,8 +11,10 @@ from numpy.typing import NDArray
 from detdiff.trace import B_DTYPE, DTYPE_CODES, Trace
 
 from .calls import Call
-from .divergence import CacheEntry, Change, Composition, Magnitude, Origin
+from .composition import Composition
+from .divergence import CacheEntry, Change, Origin
 from .forwards import RunLog
+from .magnitude import Magnitude
 from .metrics import Values, measure
 from .ports import CommonPorts
 from .requests import RequestPair

@@ -10,66 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-
-@dataclass(frozen=True)
-class Member:
-    """What one forward held of one request: ``rows`` rows from position ``start`` on."""
-
-    request: str
-    phase: str
-    start: int
-    rows: int
-
-
-@dataclass(frozen=True)
-class Composition:
-    """Who was in a forward. ``rows`` is the sum over its members, padding not counted."""
-
-    forward: int
-    phase: str
-    layout: str
-    rows: int
-    members: tuple[Member, ...]
-
-
-@dataclass(frozen=True)
-class UlpBucket:
-    """``count`` differing elements with ``first`` <= ULP distance <= ``last``."""
-
-    first: int
-    last: int
-    count: int
-
-
-@dataclass(frozen=True)
-class Magnitude:
-    """How far two arrays of values are apart.
-
-    ULP, absolute and relative figures are over elements finite in both runs; ``non_finite`` counts the others, which
-    are never called equal unless their bits are. ``differing`` counts elements whose bits differ, so -0.0 against
-    0.0 is differing at 0 ULP. Figures are None where dtypes or shapes differ or nothing finite is left; ``kl`` is
-    in nats and given for logits only.
-    """
-
-    dtype_a: str
-    dtype_b: str
-    shape_a: tuple[int, ...]
-    shape_b: tuple[int, ...]
-    elements: int
-    differing: int
-    nan_a: int
-    nan_b: int
-    inf_a: int
-    inf_b: int
-    non_finite: int
-    max_ulp: int | None
-    mean_ulp: float | None
-    ulp_histogram: tuple[UlpBucket, ...]
-    max_abs: float | None
-    max_rel: float | None
-    worst: int | None
-    cosine: float | None
-    kl: float | None
+from .composition import Composition, PathUse
+from .magnitude import Magnitude
+from .speculated import Verification
 
 
 @dataclass(frozen=True)
@@ -110,14 +53,6 @@ class Flip:
     a: Choice
     b: Choice
     magnitude: Magnitude | None
-
-
-@dataclass(frozen=True)
-class PathUse:
-    """One kernel path and the number of sites that took it in a forward."""
-
-    path: str
-    sites: int
 
 
 @dataclass(frozen=True)
@@ -265,12 +200,57 @@ class Margin:
 
 
 @dataclass(frozen=True)
+class Agreement:
+    """What each run would have chosen while one was fed the other's tokens.
+
+    Of ``tokens`` choices ``differing`` differ. After the first that does, choices agree again from token ``again`` on
+    (None: never), for ``span`` tokens in a row.
+    """
+
+    tokens: int
+    differing: int
+    again: int | None
+    span: int
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The part of a prompt in which a request's first origin lies, in one run.
+
+    ``index`` counts its prefill forwards from 0. Of its rows, positions ``first`` to ``last``, those that differ lie in
+    ``differing``, inclusive ranges. ``earlier_equal`` says that no row of an earlier part differs.
+    """
+
+    run: str
+    index: int
+    first: int
+    last: int
+    differing: tuple[tuple[int, int], ...]
+    earlier_equal: bool
+
+
+@dataclass(frozen=True)
+class DraftDivergence:
+    """The draft model's own rows of a request: how many were compared, digests that differ, and the first origin there.
+
+    ``first`` says that this origin was run before the target's, or that the target has none.
+    """
+
+    rows: int
+    differing: int
+    origin: Origin | None
+    first: bool | None
+
+
+@dataclass(frozen=True)
 class RequestDivergence:
     """One request's comparison.
 
     ``rung`` is the first rung on which it parted, or None. ``swapped`` is None without a flip or without top-k.
     ``inherited`` is None without a flip; True when the flip's own forward has differences and no origin.
-    ``origin`` is the first one in execution order. ``margins`` are the smallest before the flip.
+    ``origin`` is the first one in execution order. ``margins`` are the smallest before the flip. ``chunks`` is empty
+    unless the origin lies in a prompt; ``forced`` is None unless a run was fed given tokens. Rows are the target's;
+    those of a draft model are in ``draft``, and ``origin`` is the draft's where the target has none.
     """
 
     id: str
@@ -291,6 +271,10 @@ class RequestDivergence:
     carriers: Carriers | None
     margins: tuple[Margin, ...]
     growth: Growth | None
+    chunks: tuple[Chunk, ...]
+    forced: Agreement | None
+    draft: DraftDivergence | None
+    verification: Verification | None
 
 
 @dataclass(frozen=True)
@@ -313,6 +297,24 @@ class Finding:
     request: str | None
     forward: int | None
     detail: str
+
+
+@dataclass(frozen=True)
+class EventCount:
+    """How often something was done in each run to the caches of ``model`` (``target`` or ``draft``)."""
+
+    event: str
+    model: str
+    a: int
+    b: int
+
+
+@dataclass(frozen=True)
+class Events:
+    """What engines and caches did: ``counts`` of all events, and those ``listed`` that tell of a setting's effect."""
+
+    counts: tuple[EventCount, ...]
+    listed: tuple[Finding, ...]
 
 
 @dataclass(frozen=True)
@@ -374,6 +376,7 @@ class Divergence:
     not_compared: tuple[NotCompared, ...]
     workload: tuple[Finding, ...]
     bookkeeping: tuple[Finding, ...]
+    events: Events
     notes: tuple[str, ...]
     a: Run
     b: Run

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import cached_property
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,8 +13,10 @@ from numpy.typing import NDArray
 from detdiff.trace import Trace, flat_row
 from detdiff.trace.header import FORWARDS
 
+from .bookkeeping import Noticed, grouped
 from .calls import Call, PlanCalls
-from .divergence import Change, Composition, Finding, Member, PathUse
+from .composition import Composition, Member, PathUse
+from .divergence import Change, Finding
 
 _PLAN: Final = re.compile(rb'"plan"\s*:\s*(\d{1,9})')
 
@@ -152,35 +154,20 @@ class RunLog:
             and (layer is None or event.get("layer") == layer)
         )
 
-    def findings(self) -> Iterator[Finding]:
-        """What the recorder noticed about offsets and caches, in execution order."""
-        ids = [request["id"] for request in self._trace.requests]
+    @cached_property
+    def noticed(self) -> tuple[Noticed, ...]:
+        """What the recorder noticed of offsets and caches, in execution order."""
+        found: list[Noticed] = []
         for number in self._skimmed[1] if self._has_events() else ():
-            for event in self._forwards[number]["events"]:
-                request = event.get("request")
-                known = type(request) is int and 0 <= request < len(ids)
-                yield Finding(
-                    self._run,
-                    str(event.get("kind", "event")),
-                    ids[request] if known else None,
-                    number,
-                    _sentence(event),
-                )
+            line = self._forwards[number]
+            model = str(line.get("model", "target"))
+            found += [Noticed(number, model, event) for event in line["events"]]
+        return tuple(found)
 
-
-def _sentence(event: Mapping[str, Any]) -> str:
-    if event.get("kind") == "cache_changed":
-        return (
-            f"the cache entry {event.get('entry')} of layer {event.get('layer')}, head {event.get('head')}, position "
-            f"{event.get('position')} is not what was written"
-        )
-    if event.get("kind") == "cache_changed_more":
-        return f"{event.get('entries')} more cache entries of layer {event.get('layer')} are not what was written"
-    if event.get("kind") == "offset":
-        return f"the cache of layer {event.get('layer')} is at offset {event.get('found')}, the row at {event.get('expected')}"
-    return ", ".join(
-        f"{key} {value}" for key, value in sorted(event.items()) if key not in ("kind", "request")
-    )
+    def findings(self) -> Iterator[Finding]:
+        """The same as findings, in the order of their first forward."""
+        ids = [request["id"] for request in self._trace.requests]
+        return grouped(self._run, ids, self.noticed)
 
 
 def one_sided(a: RunLog, b: RunLog, limit: int = 32) -> tuple[tuple[Finding, ...], bool]:

@@ -16,13 +16,15 @@ from detdiff.trace import Trace
 from .answer import Pass, RequestAnswer
 from .details import Details, Runs
 from .divergence import Compared, Divergence, NotCompared, RequestDivergence, Run
+from .events import RunEvents, attributed, event_answer
 from .forwards import RunLog, one_sided
 from .late import LateRules
 from .ports import CommonPorts
-from .requests import Pairing, pair_requests
+from .requests import Pairing, pair_requests, was_forced
 from .rows import RowPairs, pair_rows
 from .scan import Scanner
 from .tally import Int64, Tally
+from .verification import Verifications
 
 RUNGS: Final = ("workload", "bookkeeping", "dtype", "shape", "bits", "tokens")
 """From the earliest to the last. ``tokens``: every compared digest is equal and yet the tokens differ."""
@@ -63,7 +65,7 @@ def _scan(runs: Runs, ports: CommonPorts, pairs: RowPairs, pairing: Pairing) -> 
             runs.log_b.call_numbers(pairs.b[rows], site.index_b),
         )
 
-    tally = Tally(ports, pairs, len(pairing.pairs), calls)
+    tally = Tally(ports, pairs, calls)
     scanner = Scanner(runs.a, runs.b, ports, pairs)
     for block in scanner.blocks():
         tally.add(block, forward_a)
@@ -77,9 +79,16 @@ def _scan(runs: Runs, ports: CommonPorts, pairs: RowPairs, pairing: Pairing) -> 
 
 
 def _answer(runs: Runs, pairing: Pairing, done: Pass) -> Divergence:
-    bookkeeping, bookkeeping_parted = one_sided(runs.log_a, runs.log_b)
+    noticed, bookkeeping_parted = one_sided(runs.log_a, runs.log_b)
+    happened = RunEvents(runs.a, runs.log_a, "a"), RunEvents(runs.b, runs.log_b, "b")
+    events = event_answer(*happened)
+    bookkeeping = (*events.findings, *attributed(noticed, *happened))
+    verifications = Verifications(runs.a, runs.b)
+    choices = tuple(verifications.findings(pairing.pairs))
+    bookkeeping = (*choices, *bookkeeping)
+    bookkeeping_parted |= events.parted or bool(choices)
     fed_otherwise = {finding.request for finding in done.pairs.findings}
-    maker = RequestAnswer(runs, done, (runs.a.texts(), runs.b.texts()))
+    maker = RequestAnswer(runs, done, (runs.a.texts(), runs.b.texts()), verifications)
     requests: list[RequestDivergence] = []
     not_compared = list(pairing.not_compared)
     for number, request in enumerate(pairing.pairs):
@@ -107,15 +116,18 @@ def _answer(runs: Runs, pairing: Pairing, done: Pass) -> Divergence:
         not_compared=tuple(not_compared),
         workload=workload,
         bookkeeping=bookkeeping,
-        notes=_notes(runs, pairing, done, requests),
+        events=events.events,
+        notes=(*_notes(runs, pairing, done, requests), *events.notes),
         a=_run(runs.a, len(runs.log_a)),
         b=_run(runs.b, len(runs.log_b)),
     )
 
 
 def _first(pairing: Pairing, done: Pass) -> str | None:
-    firsts = sorted((first, number) for number, first in done.tally.first.items())
-    return pairing.pairs[firsts[0][1]].id if firsts else None
+    # A request's rows of the target come before its rows of the draft, which decide no token.
+    requests = len(pairing.pairs)
+    firsts = sorted((number >= requests, first, number) for number, first in done.tally.first.items())
+    return pairing.pairs[firsts[0][2] % requests].id if firsts else None
 
 
 def _compared(done: Pass, requests: int) -> Compared:
@@ -179,8 +191,14 @@ def _notes(runs: Runs, pairing: Pairing, done: Pass, requests: list[RequestDiver
         notes.append(
             f"{done.tally.blind} rows differ without a named origin, since what their attention read was not recorded"
         )
-    if pairing.pairs and any(request.flip is not None for request in pairing.pairs):
+    if any(request.flip is not None and request.limit == request.at for request in pairing.pairs):
         notes.append("rows after a request's first flip saw other tokens and are not compared")
+    for trace, run in ((runs.a, "a"), (runs.b, "b")):
+        if was_forced(trace):
+            notes.append(
+                f"run {run} was fed given tokens; its tokens here are what the model itself would have chosen, and rows after "
+                "a flip are compared as long as both runs were fed the same"
+            )
     return tuple(notes)
 
 

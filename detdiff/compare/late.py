@@ -89,25 +89,34 @@ class LateRules:
     def _explained_from(self, number: int, layer: int | None) -> int:
         """The first position from which a differing or changed entry explains a difference in what is read."""
         first = min(
-            (int(self._tally.differs[number, n]) >> 32 for n in self._writes(layer)), default=int(NEVER)
+            (int(self._tally.differs[number, n]) >> 32 for n in self._writes(number, layer)),
+            default=int(NEVER),
         )
         for place, site in enumerate(self._ports.sites):
-            if site.site.kind == "cache_read" and site.site.layer == layer:
+            if site.site.kind == "cache_read" and site.site.layer == layer and self._mine(number, place):
                 first = min(first, int(self._tally.lasting[number, place]) >> 32)
         return first
 
+    def _mine(self, number: int, place: int) -> bool:
+        """Whether a site is of the model that the stream ``number`` is of."""
+        return self._ports.sites[place].draft == (number >= self._pairs.requests)
+
     def _entries_known(self, number: int, layer: int | None, position: int) -> bool:
         """Whether the entries of every position up to this one were compared."""
-        rows = np.flatnonzero((self._pairs.request == number) & (self._pairs.position <= position))
-        writes = self._writes(layer)
+        rows = np.flatnonzero((self._pairs.stream == number) & (self._pairs.position <= position))
+        writes = self._writes(number, layer)
         return (
             bool(writes)
             and len(rows) == position + 1
             and all(bool((self._tally.present(n, rows) > 0).all()) for n in writes)
         )
 
-    def _writes(self, layer: int | None) -> list[int]:
+    def _writes(self, number: int, layer: int | None) -> list[int]:
         """Rows of the tally's entries for a layer's cache; all layers where it has none and reads another's."""
-        kinds = [(n, self._ports.sites[place].site) for n, place in enumerate(self._tally.cache_sites)]
+        kinds = [
+            (n, self._ports.sites[place].site)
+            for n, place in enumerate(self._tally.cache_sites)
+            if self._mine(number, place)
+        ]
         writes = [n for n, site in kinds if site.kind == "cache_write"]
         return [n for n, site in kinds if site.kind == "cache_write" and site.layer == layer] or writes

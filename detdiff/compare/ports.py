@@ -21,7 +21,7 @@ class CommonSite:
     """A site that both traces list. Port numbers are indices into ``CommonPorts``.
 
     ``whole`` is False where the traces give the site different inputs. ``descendants`` are the sites inside it.
-    ``stateful`` sites carry a recurrent state from row to row.
+    ``stateful`` sites carry a recurrent state from row to row, and ``draft`` sites are of the draft model.
     """
 
     site: Site
@@ -32,6 +32,7 @@ class CommonSite:
     whole: bool
     descendants: tuple[int, ...]
     stateful: bool
+    draft: bool = False
 
     @property
     def carrying(self) -> bool:
@@ -71,6 +72,7 @@ class CommonPorts:
                     names.append(f"{site.name}.{name}")
                     at.append(place)
         inside = _descendants(common)
+        drafts = all(isinstance(trace.header.get("draft"), dict) for trace in (a, b))
         stateful = {site.parent for site in common if site.kind == "state"}
         sites = []
         index_a = {site.name: n for n, site in enumerate(a.sites)}
@@ -86,6 +88,7 @@ class CommonPorts:
                     whole=set(site.inputs) == set(other.inputs),
                     descendants=tuple(inside[place]),
                     stateful=site.kind == "recurrent" or site.name in stateful,
+                    draft=drafts and site.name.startswith("draft."),
                 )
             )
         return cls(

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from detdiff.errors import NothingComparable
-from detdiff.trace import Generated, Trace
+from detdiff.trace import PHASES, Generated, Trace
 
 from .divergence import Finding, NotCompared
 
@@ -60,8 +60,9 @@ class Steps:
 class RequestPair:
     """One request of both traces: its number in each, prompt length, and what each run generated.
 
-    ``flip`` is the first differing index or None, ``kind`` its kind, ``limit`` the position of the row that chose
-    it (NO_LIMIT without a flip): rows after it saw other tokens. ``cut`` says why the end was not compared, or None.
+    ``flip`` is the first differing index or None, ``kind`` its kind, ``at`` the position of the row that chose it
+    (NO_LIMIT without a flip) and ``limit`` the last position whose rows are compared: ``at``, since rows after it saw
+    other tokens, unless a run was ``forced`` to tokens. ``cut`` says why the end was not compared, or None.
     """
 
     id: str
@@ -72,7 +73,9 @@ class RequestPair:
     steps_b: Steps
     flip: int | None
     kind: str
+    at: int
     limit: int
+    forced: bool
     cut: str | None
 
 
@@ -91,6 +94,7 @@ def pair_requests(a: Trace, b: Trace) -> Pairing:
     of_b = {request["id"]: number for number, request in enumerate(b.requests)}
     of_a = {request["id"]: number for number, request in enumerate(a.requests)}
     generated_a, generated_b = a.generated(lens=False), b.generated(lens=False)
+    forced = was_forced(a) or was_forced(b)
     pairs: list[RequestPair] = []
     left_out: list[NotCompared] = []
     workload: list[Finding] = []
@@ -102,20 +106,39 @@ def pair_requests(a: Trace, b: Trace) -> Pairing:
         if asked_a["tokens"] != asked_b["tokens"]:
             left_out.append(NotCompared(id, _prompt_reason(asked_a["tokens"], asked_b["tokens"])))
             continue
-        workload += _asked_otherwise(id, asked_a, asked_b)
+        workload += _asked_otherwise(id, asked_a, asked_b, forced)
         steps_a, steps_b = Steps.of(generated_a, number), Steps.of(generated_b, of_b[id])
         ends = _Ends(asked_a.get("max_tokens"), asked_b.get("max_tokens"), a.complete, b.complete)
         flip, kind, cut = _first_flip(steps_a, steps_b, ends)
-        limit = NO_LIMIT if flip is None else _position(steps_a, steps_b, flip)
+        at = NO_LIMIT if flip is None else _position(steps_a, steps_b, flip)
+        limit = _last_fed_alike(a, b, (number, of_b[id]), at) if forced else at
+        prompt = len(asked_a["tokens"])
         pairs.append(
-            RequestPair(
-                id, number, of_b[id], len(asked_a["tokens"]), steps_a, steps_b, flip, kind, limit, cut
-            )
+            RequestPair(id, number, of_b[id], prompt, steps_a, steps_b, flip, kind, at, limit, forced, cut)
         )
     left_out += [NotCompared(id, "only run b has it") for id in of_b if id not in of_a]
     if not pairs:
         raise NothingComparable(_no_request(a, b, left_out))
     return Pairing(tuple(pairs), tuple(left_out), tuple(workload))
+
+
+def was_forced(trace: Trace) -> bool:
+    """Whether the run was fed the tokens of another one."""
+    return trace.scenario.get("force_tokens") is not None
+
+
+def _last_fed_alike(a: Trace, b: Trace, requests: tuple[int, int], flip: int) -> int:
+    """The last position before a row that the runs fed different tokens; NO_LIMIT where there is none.
+
+    ``flip`` is the position of the first row that chose another token: before it, other tokens are a finding.
+    """
+    fed: list[dict[int, int]] = []
+    for trace, request in zip((a, b), requests, strict=True):
+        rows = trace.row_index()
+        mine = (rows.request == request) & (rows.phase != PHASES.index("draft")) & (rows.position > flip)
+        fed.append(dict(zip(rows.position[mine].tolist(), rows.token[mine].tolist(), strict=True)))
+    apart = [position for position in fed[0].keys() & fed[1].keys() if fed[0][position] != fed[1][position]]
+    return min(apart) - 1 if apart else NO_LIMIT
 
 
 def _same_model(a: Trace, b: Trace) -> None:
@@ -149,9 +172,10 @@ def _prompt_reason(a: list[int], b: list[int]) -> str:
     return f"the prompts differ from token {same} on ({a[same]} in run a, {b[same]} in run b)"
 
 
-def _asked_otherwise(id: str, a: dict[str, Any], b: dict[str, Any]) -> list[Finding]:
+def _asked_otherwise(id: str, a: dict[str, Any], b: dict[str, Any], forced: bool) -> list[Finding]:
     found = []
-    for key in _SAME_WORK:
+    # Given tokens end where they end, whatever the request asks for.
+    for key in ("sampling",) if forced else _SAME_WORK:
         if (
             key in a
             and key in b

@@ -45,7 +45,11 @@ class Rules:
     """The rules for rows of one pair of tables, looked up once: which column pairs each site asks for."""
 
     def __init__(self, ports: CommonPorts, columns: Columns) -> None:
-        self.sites = [_Site.of(ports, columns, site) for site in ports.sites]
+        # Rows of one model have no port of the other's sites, which then hides nothing.
+        drafted = any(
+            bool((columns.pair[list(site.outputs)] >= 0).any()) for site in ports.sites if site.draft
+        )
+        self.sites = [_Site.of(ports, columns, site, site.draft == drafted) for site in ports.sites]
 
     def judge(self, differ: Sequence[Mask]) -> Judged:
         """Apply the rules; ``differ`` has the rows in which each column pair differs."""
@@ -71,7 +75,9 @@ class _Site:
     blind: bool
 
     @classmethod
-    def of(cls, ports: CommonPorts, columns: Columns, common: CommonSite) -> _Site:
+    def of(cls, ports: CommonPorts, columns: Columns, common: CommonSite, runs: bool) -> _Site:
+        """``runs`` says that the site is of the model whose rows these are."""
+
         def pairs(numbers: Iterable[int]) -> tuple[int, ...]:
             found = columns.pair[list(numbers)].tolist()
             return tuple(dict.fromkeys(pair for pair in found if pair >= 0))
@@ -90,7 +96,7 @@ class _Site:
             inside=common.descendants,
             stateful=common.stateful,
             known=known,
-            blind=site.kind == "attention" and "kv" in site.inputs and not known,
+            blind=runs and site.kind == "attention" and "kv" in site.inputs and not known,
         )
 
 

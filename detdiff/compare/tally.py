@@ -24,7 +24,7 @@ NEVER: Final = np.int64((1 << 63) - 1)
 
 
 class Tally:
-    """Sums over blocks. ``n`` is the number of row pairs, ``r`` of requests, ``s`` of common sites.
+    """Sums over blocks. ``n`` is the number of row pairs, ``r`` of streams (requests of a model), ``s`` of common sites.
 
     ``differing`` and ``compared`` int32 [n] count digests per row; ``origins`` int32 [n] origins per row.
     ``entries`` uint16 [cache and state sites, n] counts differing cache entries per row.
@@ -35,9 +35,9 @@ class Tally:
     ``first`` holds per request (forward a, place of the first differing site, row place, site) of the first origin.
     """
 
-    def __init__(self, ports: CommonPorts, pairs: RowPairs, requests: int, calls: Calls) -> None:
+    def __init__(self, ports: CommonPorts, pairs: RowPairs, calls: Calls) -> None:
         """``calls`` numbers, for row pairs and a site's place, the kernel calls of both runs; only origins ask it."""
-        rows, sites = len(pairs), len(ports.sites)
+        rows, sites, requests = len(pairs), len(ports.sites), pairs.streams
         self._ports, self._pairs, self._calls = ports, pairs, calls
         self.differing = np.zeros(rows, dtype=np.int32)
         self.compared = np.zeros(rows, dtype=np.int32)
@@ -92,7 +92,7 @@ class Tally:
             self.compared[rows] = len(columns.a)
             self.one_sided += columns.one_sided * len(rows)
             per_layer = np.bincount(self._layers_of(columns), minlength=len(self.layers))
-            per_request = np.bincount(self._pairs.request[rows], minlength=len(self.layer_compared))
+            per_request = np.bincount(self._pairs.stream[rows], minlength=len(self.layer_compared))
             self.layer_compared += per_request[:, None] * per_layer
 
     def judged(self, columns: Columns, differ: Sequence[Mask]) -> Judged:
@@ -122,7 +122,7 @@ class Tally:
     def _judge_waiting(self, forward_a: Int64) -> None:
         for blocks in self._waiting.values():
             block = Block.joined(blocks)
-            request = self._pairs.request[block.rows]
+            request = self._pairs.stream[block.rows]
             order = np.lexsort((self._pairs.position[block.rows], request))
             for mine in np.split(order, np.flatnonzero(np.diff(request[order])) + 1):
                 self._judge(Block(block.rows[mine], block.columns, block.bits[mine]), forward_a)
@@ -131,7 +131,7 @@ class Tally:
     def _judge(self, block: Block, forward_a: Int64) -> None:
         """Rows of one request by ascending position, so that the lowest bit of a mask is its earliest row."""
         rows, columns = block.rows, block.columns
-        number = int(self._pairs.request[rows[0]])
+        number = int(self._pairs.stream[rows[0]])
         turned = block.turned()
         differ = [int.from_bytes(bits.tobytes(), "little") for bits in turned]
         counts = [mask.bit_count() for mask in differ]
@@ -170,7 +170,7 @@ class Tally:
 
     def claim(self, place: int, rows: Int64, at: Int64, forward_a: Int64) -> None:
         """Count an origin at the site ``place`` (or ROOT) in ``rows`` of one request; ``at`` orders them by site."""
-        number = int(self._pairs.request[rows[0]])
+        number = int(self._pairs.stream[rows[0]])
         self.origins[rows] += 1
         site = at if place == ROOT else np.full(len(rows), place)
         for where in np.unique(site).tolist():

@@ -26,8 +26,9 @@ from detdiff.instrument.sites import Arrays, SiteMap
 from detdiff.instrument.weights import StagedWeights
 from detdiff.scenario import KernelPlan
 
-from .packed import PackedEngine, Share
+from .packed_model import PackedModel
 from .packing import refuse_unpackable
+from .shares import Share
 from .work import Work
 
 Steps = tuple[tuple[int, ...], ...]
@@ -105,11 +106,16 @@ def _run(session: Session, requests: tuple[Steps, ...], order: tuple[int, ...]) 
         for i, steps in enumerate(requests)
     ]
     rows = _Rows(session.sites)
-    engine = PackedEngine(session)
+    model = PackedModel(session)
     with session.running(rows):
         for step in range(len(PROBE)):
-            engine.logits([Share(work[i], requests[i][step], True) for i in order])
+            model.logits([_share(work[i], requests[i][step], step) for i in order])
     return rows
+
+
+def _share(work: Work, tokens: tuple[int, ...], step: int) -> Share:
+    start, work.done = work.done, work.done + len(tokens)
+    return Share(work, start, tokens, 1, "decode" if step else "prefill")
 
 
 def _same_answers(sites: SiteMap, a: _Rows, b: _Rows) -> bool:

@@ -1,136 +1,198 @@
-"""The packed layout: iteration-level scheduling of prefill chunks and decode rows in one forward."""
+"""The packed layout: iteration-level scheduling of prefill chunks, decode and verification rows in one forward."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
-from mlx.nn.layers.base import Module
-from mlx_lm.models.cache import make_prompt_cache
 
 from detdiff.instrument import Session
-from detdiff.instrument.forward import Forward, Segment
-from detdiff.scenario import Schedule
+from detdiff.instrument.forward import DRAFT
+from detdiff.scenario import CachePlan, Schedule
 
-from .packing import PackedCache, Splitter
+from .packed_model import Clock, PackedModel
+from .pages import OnEvent, silent
+from .shares import Allotment, Share, allot, prompt_share
+from .snapshot import Progress, Snapshot, StopRun
+from .speculation import Proposal, Speculation, greedy, ids
 from .work import OnToken, Work, by_arrival
+
+BeforeStep = Callable[["PackedEngine", int], None]
 
 
 @dataclass(frozen=True)
-class Share:
-    """Rows that one request gets in the next forward; ``answers``: its last row's logits choose a token."""
+class Drafting:
+    """The draft model's session, and how many tokens it proposes at a time."""
 
-    work: Work
-    tokens: tuple[int, ...]
-    answers: bool
+    session: Session
+    drafts: int
 
 
-def share_rows(active: Sequence[Work], schedule: Schedule) -> list[Share]:
-    """Who gets how many rows: decoding requests one each, then prompts in order of arrival, within the budget."""
-    budget = schedule.row_budget
-    left = budget if budget is not None else 1 << 40
-    shares: list[Share] = []
-    for work in [w for w in active if w.generated]:
-        if left > 0:
-            shares.append(Share(work, (work.generated[-1],), True))
-            left -= 1
-    for work in [w for w in active if not w.generated]:
-        count = min(schedule.prefill_chunk, left, len(work.prompt) - work.done)
-        if count > 0:
-            end = work.done + count
-            shares.append(Share(work, work.prompt[work.done : end], end == len(work.prompt)))
-            left -= count
-    return shares
+@dataclass
+class _Queue:
+    """The requests that wait and those that are served, in order."""
+
+    waiting: list[Work] = field(default_factory=list)
+    active: list[Work] = field(default_factory=list)
 
 
 class PackedEngine:
-    """Runs requests packed over one session; ``forwards`` counts the model calls."""
+    """Serves requests packed over one model, and a draft model where there is one."""
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self._model: Module = session.model
-        self._splitter = Splitter()
-        self._caches: dict[int, list[Any]] = {}
-        self._next: Forward | None = None
-        self.forwards = 0
+    def __init__(
+        self,
+        session: Session,
+        drafting: Drafting | None = None,
+        *,
+        plan: CachePlan | None = None,
+        event: OnEvent = silent,
+    ) -> None:
+        self.clock = Clock()
+        rewinds = 0 if drafting is None else drafting.drafts
+        self.target = PackedModel(session, clock=self.clock, plan=plan, event=event, rewinds=rewinds)
+        self.speculation: Speculation | None = None
+        if drafting is not None:
+            draft = PackedModel(
+                drafting.session, name=DRAFT, clock=self.clock, plan=plan, event=event, rewinds=rewinds
+            )
+            self.speculation = Speculation(self.target, draft, drafting.drafts, event)
+        self._queue = _Queue()
+        self._work: list[Work] = []
 
-    def compose(self, inputs: mx.array, cache: Any) -> Forward:
-        assert self._next is not None
-        return self._next
+    @property
+    def models(self) -> tuple[PackedModel, ...]:
+        """The target, and the draft if there is one."""
+        return (self.target,) if self.speculation is None else (self.target, self.speculation.draft)
 
-    def run(self, work: list[Work], schedule: Schedule, on_token: OnToken) -> None:
-        """Serve all requests: admit, share rows, run one forward, take the answers, until none is left."""
+    def run(
+        self,
+        work: list[Work],
+        schedule: Schedule,
+        on_token: OnToken,
+        *,
+        from_: Snapshot | None = None,
+        until: int | None = None,
+        before_step: BeforeStep | None = None,
+    ) -> None:
+        """Serve all requests: admit, propose, share rows, run one forward, settle, until none is left.
+
+        ``from_`` continues a snapshot instead of beginning; ``until`` ends before the target's forward of that number.
+        ``before_step(engine, step)`` is called before each of the target's forwards and its proposals; StopRun ends
+        the run there.
+        """
+        if from_ is None:
+            self._work, self._queue = work, _Queue(by_arrival(work))
+        else:
+            self.resume(from_, work)
         limit = 1 if schedule.kind == "serial" else (schedule.active or len(work))
-        waiting = by_arrival(work)
-        active: list[Work] = []
-        while waiting or active:
-            clock = self.forwards if active else max(self.forwards, waiting[0].arrival)
-            due = [item for item in waiting if item.arrival <= clock][: limit - len(active)]
-            waiting = waiting[len(due) :]
-            active += due
-            shares = share_rows(active, schedule)
-            for share, token in zip([s for s in shares if s.answers], self.forward(shares), strict=True):
-                share.work.answer(token, on_token)
-            for item in [item for item in active if item.finished]:
-                self._caches.pop(item.index, None)
-            active = [item for item in active if not item.finished]
-
-    def forward(self, shares: Sequence[Share]) -> list[int]:
-        """One model call over ``shares``; the tokens of those that answer, in order."""
-        logits = self.logits(shares)
-        answering = [s for s in shares if s.answers]
-        if not answering:
-            mx.eval([c.state for s in shares for c in self._caches[s.work.index]])
-            return []
-        tokens = []
-        for row, share in enumerate(answering):
-            scores = logits[:, row]
-            logprobs = scores - mx.logsumexp(scores, axis=-1, keepdims=True)
-            tokens.append(share.work.sampler(logprobs))
-        mx.eval(tokens)
-        return [token for sampled in tokens for token in _ids(sampled)]
-
-    def logits(self, shares: Sequence[Share]) -> mx.array:
-        """Logits [1, answering shares, V] of one forward; the caches then hold its rows (lazily)."""
-        for share in shares:
-            if share.work.index not in self._caches:
-                self._caches[share.work.index] = make_prompt_cache(self._model)
-        counts = [len(share.tokens) for share in shares]
-        lanes = [self._caches[share.work.index] for share in shares]
-        packed = [PackedCache(layer, counts, self._session) for layer in zip(*lanes, strict=True)]
-        tokens = mx.array([[t for share in shares for t in share.tokens]])
-        self._next = self._describe(shares, tokens)
-        self._splitter.counts = tuple(counts)
-        self._session.packing = self._splitter
-        self._session.compose = self.compose
         try:
-            logits: mx.array = self._model(tokens, cache=packed)
-        finally:
-            self._session.packing = None
-        self.forwards += 1
-        answering = [end - 1 for end, share in zip(accumulate(counts), shares, strict=True) if share.answers]
-        if self._next.selected is None and answering:
-            logits = logits[:, mx.array(answering, mx.uint32)]
-        return logits
+            while self._queue.waiting or self._queue.active:
+                self._admit(limit)
+                if self.clock.steps == until:
+                    return
+                if before_step is not None:
+                    before_step(self, self.clock.steps)
+                self._step(schedule, on_token)
+        except StopRun:
+            return
 
-    def _describe(self, shares: Sequence[Share], tokens: mx.array) -> Forward:
-        segments: list[Segment] = []
-        selected: list[int] = []
-        column = 0
+    def snapshot(self) -> Snapshot:
+        """All that the next step depends on, to continue from as often as needed; arrays are shared, not copied."""
+        queue = self._queue
+        counts = self.speculation.counts if self.speculation is not None else {}
+        return Snapshot(
+            progress=tuple(Progress.of(item) for item in self._work),
+            waiting=tuple(item.index for item in queue.waiting),
+            active=tuple(item.index for item in queue.active),
+            forwards=self.clock.forwards,
+            steps=self.clock.steps,
+            caches=tuple(model.caches.snapshot() for model in self.models),
+            counts={index: (one.proposed, one.accepted) for index, one in counts.items()},
+        )
+
+    def resume(self, snapshot: Snapshot, work: list[Work]) -> None:
+        """Go back to a snapshot of an engine like this one; ``work`` are the same requests, in the same order."""
+        of = {item.index: item for item in work}
+        for progress, item in zip(snapshot.progress, work, strict=True):
+            progress.put(item)
+        self._work = work
+        self._queue = _Queue([of[n] for n in snapshot.waiting], [of[n] for n in snapshot.active])
+        self.clock.forwards, self.clock.steps = snapshot.forwards, snapshot.steps
+        for model, caches in zip(self.models, snapshot.caches, strict=True):
+            model.caches.restore(caches)
+        if self.speculation is not None:
+            self.speculation.recount(snapshot.counts)
+
+    def counts(self) -> dict[str, dict[str, int]]:
+        """The engine's own account of its proposals, by request id; empty without speculation."""
+        if self.speculation is None:
+            return {}
+        return {
+            item.id: {"proposed": one.proposed, "accepted": one.accepted}
+            for item in self._work
+            if (one := self.speculation.counts.get(item.index)) is not None
+        }
+
+    def _admit(self, limit: int) -> None:
+        queue = self._queue
+        clock = self.clock.steps if queue.active else max(self.clock.steps, queue.waiting[0].arrival)
+        due = [item for item in queue.waiting if item.arrival <= clock][: limit - len(queue.active)]
+        for item in due:
+            # A draft may have run fewer of a donor's rows than the target has.
+            shared = min(model.caches.shareable(item.prompt) for model in self.models)
+            for model in self.models:
+                item.done = model.begin(item.index, item.prompt, shared)
+        queue.waiting = queue.waiting[len(due) :]
+        queue.active += due
+
+    def _step(self, schedule: Schedule, on_token: OnToken) -> None:
+        queue, speculation = self._queue, self.speculation
+        allotted = allot(queue.active, schedule, None if speculation is None else speculation.drafts)
+        decoding = [one for one in allotted if one.work.generated]
+        prompts = [prompt_share(*one) for one in allotted if not one.work.generated]
+        proposals: list[Proposal] = []
+        if speculation is not None:
+            speculation.follow(prompts)
+            proposals = speculation.propose(decoding)
+            shares = [*(proposal.share() for proposal in proposals), *prompts]
+        else:
+            shares = [*map(_decode_share, decoding), *prompts]
+        self._settle(shares, proposals, self.target.logits(shares), on_token)
+        for item in [item for item in queue.active if item.finished]:
+            for model in self.models:
+                model.caches.free(item.index)
+        queue.active = [item for item in queue.active if not item.finished]
+
+    def _settle(
+        self, shares: Sequence[Share], proposals: Sequence[Proposal], logits: mx.array, on_token: OnToken
+    ) -> None:
+        verifying = {proposal.work.index: proposal for proposal in proposals}
+        row = 0
+        chosen: list[tuple[Share, Any]] = []
         for share in shares:
-            count = len(share.tokens)
-            segments.append(share.work.segment(0, share.work.done, count, column))
-            share.work.done += count
-            column += count
-            if share.answers:
-                selected.append(column - 1)
-        chosen = tuple(selected) if selected and self._session.sites.head is not None else None
-        return Forward(self.forwards, "packed", (1, column), tuple(segments), tokens, chosen, bool(selected))
+            scores = logits[0, row : row + share.answers]
+            row += share.answers
+            if share.work.index in verifying:
+                chosen.append((share, scores))
+            else:
+                share.work.done += len(share.tokens)
+                if share.answers:
+                    logprobs = scores - mx.logsumexp(scores, axis=-1, keepdims=True)
+                    chosen.append((share, share.work.sampler(logprobs)))
+        if not chosen:
+            self.target.evaluate(shares)
+            return
+        mx.eval([array for _, array in chosen])
+        for share, found in chosen:
+            proposal = verifying.get(share.work.index)
+            if proposal is None:
+                share.work.answer(ids(found)[0], on_token)
+            elif self.speculation is not None:
+                self.speculation.settle(proposal, greedy(found), on_token)
 
 
-def _ids(sampled: mx.array) -> list[int]:
-    return [int(token) for token in np.asarray(sampled)]
+def _decode_share(allotment: Allotment) -> Share:
+    work = allotment.work
+    return Share(work, work.done, (work.generated[-1],), 1, "decode")

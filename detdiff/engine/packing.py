@@ -15,7 +15,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from detdiff.errors import LayoutError
 from detdiff.instrument import Session
-from detdiff.instrument.session import Attend
+from detdiff.instrument.roles import Attend
 
 
 class _Opaque:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
@@ -21,8 +22,12 @@ from mlx_lm.generate import (
 )
 
 from detdiff.instrument.forward import Forward, Segment
-from detdiff.scenario import Schedule
+from detdiff.scenario import CachePlan, Schedule
 
+from . import lifecycle
+from .lifecycle import Owners
+from .pages import OnEvent, silent
+from .prefix import reused_cache
 from .work import OnToken, Work, by_arrival
 
 
@@ -109,42 +114,62 @@ def watched(composer: PaddedComposer) -> Iterator[None]:
         PromptProcessingBatch.prompt, GenerationBatch._step = native_prompt, native_step
 
 
-def run_padded(
-    model: Module, work: list[Work], schedule: Schedule, composer: PaddedComposer, on_token: OnToken
-) -> None:
+@dataclass(frozen=True)
+class PaddedRun:
+    """What a padded run is done with: the model, how its caches are kept, and who hears of tokens and cache events."""
+
+    model: Module
+    schedule: Schedule
+    composer: PaddedComposer
+    on_token: OnToken
+    cache: CachePlan = field(default_factory=CachePlan)
+    event: OnEvent = silent
+
+
+def run_padded(run: PaddedRun, work: list[Work]) -> None:
     """Run all requests; serial through ``generate_step``, else through ``BatchGenerator``."""
-    if schedule.kind == "serial":
-        for item in by_arrival(work):
-            _serial(model, item, schedule, composer, on_token)
-        return
-    with watched(composer):
-        _batched(model, work, schedule, composer, on_token)
+    with contextlib.ExitStack() as stack:
+        owners = Owners(of_uid=lambda uid: run.composer.work_of(uid).index)
+        if run.event is not silent:
+            stack.enter_context(lifecycle.watched(owners, run.event))
+        if run.schedule.kind == "serial":
+            for item in by_arrival(work):
+                owners.serial = item.index
+                _serial(run, item)
+            return
+        stack.enter_context(watched(run.composer))
+        _batched(run, work)
 
 
-def _serial(
-    model: Module, work: Work, schedule: Schedule, composer: PaddedComposer, on_token: OnToken
-) -> None:
-    composer.serial(work)
+def _serial(run: PaddedRun, work: Work) -> None:
+    run.composer.serial(work)
+    plan = run.cache
+    reused = None
+    if plan.reuse_tokens is not None:
+        reused = reused_cache(run.model, work, plan.reuse_tokens, run.event)
     steps = generate_step(
-        mx.array(work.prompt),
-        model,
+        mx.array(work.prompt[work.done :]),
+        run.model,
         max_tokens=work.max_tokens,
         sampler=work.sampler,
-        prefill_step_size=schedule.prefill_chunk,
+        prompt_cache=reused,
+        prefill_step_size=run.schedule.prefill_chunk,
+        kv_bits=plan.kv_bits,
+        kv_group_size=plan.kv_group_size,
+        quantized_kv_start=plan.kv_start,
     )
     with contextlib.closing(steps):
         for token, _ in steps:
-            work.answer(int(token), on_token)
+            work.answer(int(token), run.on_token)
             if work.finished:
                 break
 
 
-def _batched(
-    model: Module, work: list[Work], schedule: Schedule, composer: PaddedComposer, on_token: OnToken
-) -> None:
+def _batched(run: PaddedRun, work: list[Work]) -> None:
+    schedule, composer = run.schedule, run.composer
     limit = len(work) if schedule.active is None else schedule.active
     generator = BatchGenerator(
-        model,
+        run.model,
         completion_batch_size=limit,
         prefill_batch_size=limit,
         prefill_step_size=schedule.prefill_chunk,
@@ -163,7 +188,7 @@ def _batched(
                 active += due
             _, answers = generator.next()
             for answer in answers:
-                composer.work_of(answer.uid).answer(int(answer.token), on_token)
+                composer.work_of(answer.uid).answer(int(answer.token), run.on_token)
             active = [item for item in active if not item.finished]
     finally:
         generator.close()

@@ -11,25 +11,22 @@ from typing import Any
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 
-from detdiff.errors import LayoutError, ModelRunError, ScenarioError
+from detdiff.errors import LayoutError, ScenarioError
 from detdiff.instrument import Plant, Session
 from detdiff.instrument.columns import Selection
-from detdiff.instrument.forward import Forward
+from detdiff.instrument.forward import DRAFT
 from detdiff.instrument.recorder import Recorder, Subject
 from detdiff.instrument.topk import lens_logits
-from detdiff.model import LoadedModel, load
+from detdiff.model import LoadedModel
 from detdiff.scenario import Scenario
 from detdiff.trace import Trace, TraceWriter
 
 from .environment import environment
-from .leaks import refuse_leaks
 from .observer import FirstLogits, compare_logits
-from .packed import PackedEngine
-from .padded import PaddedComposer, run_padded
-from .work import OnToken, Work, prepare
+from .serve import Models, OnLogits, Sessions, identity, serve
+from .work import Work, prepare
 
 Progress = Callable[[int, int], None]  # tokens generated so far, tokens at most
-OnLogits = Callable[[Forward, mx.array], None]
 
 
 @dataclass(frozen=True)
@@ -52,24 +49,25 @@ def record(
     path: Path | str,
     *,
     loaded: LoadedModel | None = None,
+    draft: LoadedModel | None = None,
     options: RecordOptions | None = None,
 ) -> Trace:
     """Run ``scenario`` and write its trace to the new directory ``path``.
 
-    ``loaded`` is the scenario's model where it is loaded already. An interrupted run leaves every finished shard
+    ``loaded`` and ``draft`` are the scenario's models where they are loaded already. An interrupted run leaves every finished shard
     readable. Raises the subclasses of DetdiffError that loading, preparing, running and writing raise.
     """
     options = options or RecordOptions()
-    loaded = loaded or load(scenario.model)
-    work = prepare(scenario, loaded)
-    session = _session(scenario, loaded, options.plants)
+    models = Models.of(scenario, loaded, draft)
+    work = _prepared(scenario, models)
+    sessions = Sessions.of(scenario, models, options.plants)
     # What cannot be recorded is said before there is a trace.
-    subject = _subject(scenario, loaded, work, session, options)
+    subject = _subject(scenario, models.target, work, sessions, options)
     total = sum(w.max_tokens for w in work)
-    seen = FirstLogits(options.observe)
+    seen = FirstLogits(_observed(scenario, options))
     started, clock = time.time(), time.perf_counter()
-    with TraceWriter(Path(path), _header(scenario, loaded, work, session)) as writer:
-        recorder = Recorder(writer, session.sites, subject)
+    with TraceWriter(Path(path), _header(scenario, models, work, sessions)) as writer:
+        recorder = Recorder(writer, sessions.target.sites, subject, sessions.sites.get(DRAFT))
         count = 0
 
         def on_token(request: int, index: int, token: int) -> None:
@@ -79,83 +77,57 @@ def record(
             if options.progress is not None:
                 options.progress(count, total)
 
-        with session.running(recorder):
-            session.on_logits = seen
-            _run(scenario, session, work, on_token)
+        with sessions.running(recorder, seen):
+            counts = serve(scenario, sessions, work, on_token, recorder.event)
             recorder.finish()
         seconds = time.perf_counter() - clock
         observer = compare_logits(
-            seen, lambda logits: _run_unrecorded(scenario, session, prepare(scenario, loaded), logits)
+            seen, lambda logits: _unrecorded(scenario, sessions, _prepared(scenario, models), logits)
         )
         times = {"started": started, "seconds": seconds, "rows": recorder.rows, "forwards": recorder.forwards}
-        writer.finish(complete=True, times=times, observer=observer)
+        more = {} if scenario.speculation is None else {"speculation": counts}
+        writer.finish(complete=True, times=times, observer=observer, **more)
     return Trace.open(Path(path))
 
 
 def generate(
-    scenario: Scenario, *, loaded: LoadedModel | None = None, on_logits: OnLogits | None = None
+    scenario: Scenario,
+    *,
+    loaded: LoadedModel | None = None,
+    draft: LoadedModel | None = None,
+    on_logits: OnLogits | None = None,
 ) -> dict[str, list[int]]:
     """Run ``scenario`` without recording; generated token ids by request id.
 
     With the native plan in the padded layout this is mlx-lm's own engine with only the model call counted.
     ``on_logits(forward, logits)`` sees the logits of every forward whose logits the engine uses.
     """
-    loaded = loaded or load(scenario.model)
-    work = prepare(scenario, loaded)
-    _run_unrecorded(scenario, _session(scenario, loaded), work, on_logits)
+    models = Models.of(scenario, loaded, draft)
+    work = _prepared(scenario, models)
+    _unrecorded(scenario, Sessions.of(scenario, models), work, on_logits)
     return {w.id: list(w.generated) for w in work}
 
 
-def _run_unrecorded(
-    scenario: Scenario, session: Session, work: list[Work], on_logits: OnLogits | None
-) -> None:
-    with session.running(None, packed=scenario.schedule.layout == "packed"):
-        session.on_logits = on_logits
-        _run(scenario, session, work, lambda *_: None)
+def _prepared(scenario: Scenario, models: Models) -> list[Work]:
+    work = prepare(scenario, models.target)
+    models.check(work)
+    return work
 
 
-def _session(scenario: Scenario, loaded: LoadedModel, plants: tuple[Plant, ...] = ()) -> Session:
-    """A session on the model, once it is known to run in the scenario's layout."""
-    try:
-        session = Session(loaded.model, scenario.kernels, plants, loaded.staged)
-        if scenario.schedule.layout == "packed":
-            refuse_leaks(loaded.model, scenario.kernels, loaded.staged)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ModelRunError(
-            f"The model {scenario.model!r} failed on a first forward of a few tokens: {str(error).splitlines()[0].rstrip('.')}. "
-            "Expected a model that mlx-lm runs: check its config.json and the dtypes of its weights; `--debug` shows where "
-            "it failed."
-        ) from error
-    return session
+def _unrecorded(scenario: Scenario, sessions: Sessions, work: list[Work], on_logits: OnLogits | None) -> None:
+    with sessions.running(None, on_logits, packed=scenario.schedule.layout == "packed"):
+        serve(scenario, sessions, work, lambda *_: None)
 
 
-def _run(scenario: Scenario, session: Session, work: list[Work], on_token: OnToken) -> None:
-    try:
-        _serve(scenario, session, work, on_token)
-    except (RuntimeError, ValueError) as error:
-        # How mlx and mlx-lm say that a class cannot do something: be batched, or run in this dtype on this device.
-        if "Unable to allocate" in str(error):
-            raise
-        raise ModelRunError(
-            f"The model {scenario.model!r} failed while {len(work)} requests ran with schedule {scenario.schedule.kind} "
-            f"in the {scenario.schedule.layout} layout: {str(error).rstrip('.')}. Expected a model that mlx-lm runs so on "
-            "this machine. Try schedule serial, another dtype or another device; `--debug` shows where it failed."
-        ) from error
+def _observed(scenario: Scenario, options: RecordOptions) -> int:
+    """Forwards to check: under speculation so many of the target's, with the draft's before each."""
+    return options.observe * (1 if scenario.speculation is None else 1 + scenario.speculation.drafts)
 
 
-def _serve(scenario: Scenario, session: Session, work: list[Work], on_token: OnToken) -> None:
-    if scenario.schedule.layout == "packed":
-        PackedEngine(session).run(work, scenario.schedule, on_token)
-        return
-    composer = PaddedComposer(work)
-    session.compose = composer.compose
-    run_padded(session.model, work, scenario.schedule, composer, on_token)
-
-
-def _header(scenario: Scenario, loaded: LoadedModel, work: list[Work], session: Session) -> dict[str, Any]:
+def _header(scenario: Scenario, models: Models, work: list[Work], sessions: Sessions) -> dict[str, Any]:
     return {
         "scenario": scenario.to_dict(),
-        "model": dict(loaded.identity),
+        **identity(models),
         "environment": environment(),
         "requests": [
             {
@@ -168,12 +140,13 @@ def _header(scenario: Scenario, loaded: LoadedModel, work: list[Work], session: 
             }
             for w, request in zip(work, scenario.requests, strict=True)
         ],
-        "sites": [site.to_json() for site in session.sites.sites],
+        "sites": [site.to_json() for each in sessions.sites.values() for site in each.sites],
+        "notes": models.notes(),
     }
 
 
 def _subject(
-    scenario: Scenario, loaded: LoadedModel, work: list[Work], session: Session, options: RecordOptions
+    scenario: Scenario, loaded: LoadedModel, work: list[Work], sessions: Sessions, options: RecordOptions
 ) -> Subject:
     def text(token: int) -> str:
         return str(loaded.tokenizer.decode([token]))
@@ -185,11 +158,15 @@ def _subject(
             f"window_positions starts at {span[0]}, and the longest request has positions 0 to {last}; nothing would be "
             "captured. Start it earlier."
         )
-    if options.values is None:
-        selection = Selection.of(scenario.capture, session.sites, ids)
-    else:
-        selection = Selection.at(options.values, session.sites, ids)
-    lens = _lens(loaded.model, session) if scenario.capture.lens else None
+    maps = sessions.sites
+    selection: dict[str, Selection | None] = {}
+    for model, sites in maps.items():
+        beside = [other for name, other in maps.items() if name != model]
+        if options.values is None:
+            selection[model] = Selection.of(scenario.capture, sites, ids, beside)
+        else:
+            selection[model] = Selection.at(options.values, sites, ids, beside=beside)
+    lens = _lens(loaded.model, sessions.target) if scenario.capture.lens else None
     return Subject(scenario.capture, ids, [len(w.prompt) for w in work], text, selection, lens)
 
 

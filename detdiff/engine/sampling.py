@@ -22,15 +22,18 @@ def sampler(sampling: Sampling) -> Sampler:
         # One object for all greedy requests: mlx-lm then samples the whole batch in one call.
         greedy: Sampler = greedy_sampler
         return greedy
-    seed = mx.random.key(sampling.seed)
-    index = 0
+    return Draw(sampling)
 
-    def draw(logprobs: mx.array) -> mx.array:
-        nonlocal index
-        key = mx.random.split(seed, index + 2)[index + 1]
-        index += 1
-        if sampling.top_p < 1:
-            logprobs = apply_top_p(logprobs, sampling.top_p)
-        return mx.random.categorical(logprobs / sampling.temperature, key=key)
 
-    return draw
+class Draw:
+    """Draws of one request; ``index`` is that of the next token."""
+
+    def __init__(self, sampling: Sampling) -> None:
+        self._sampling, self._seed, self.index = sampling, mx.random.key(sampling.seed), 0
+
+    def __call__(self, logprobs: mx.array) -> mx.array:
+        key = mx.random.split(self._seed, self.index + 2)[self.index + 1]
+        self.index += 1
+        if self._sampling.top_p < 1:
+            logprobs = apply_top_p(logprobs, self._sampling.top_p)
+        return mx.random.categorical(logprobs / self._sampling.temperature, key=key)

@@ -10,6 +10,7 @@ from detdiff.instrument.forward import Segment
 from detdiff.model import LoadedModel, context_limit, encode
 from detdiff.scenario import Scenario
 
+from .forced import Forced, force
 from .sampling import Sampler, sampler
 
 OnToken = Callable[[int, int, int], None]  # request index, token index, token id
@@ -41,8 +42,9 @@ class Work:
         return Segment(self.index, slot, start, count, phase, column)
 
     def answer(self, token: int, on_token: OnToken) -> None:
-        """Take one generated token."""
-        on_token(self.index, len(self.generated), token)
+        """Take one token as the next input; what is told on is the model's own choice, where another is fed."""
+        index = len(self.generated)
+        on_token(self.index, index, self.sampler.own(index) if isinstance(self.sampler, Forced) else token)
         self.generated.append(token)
 
 
@@ -50,7 +52,7 @@ def prepare(scenario: Scenario, loaded: LoadedModel) -> list[Work]:
     """The scenario's requests, tokenised and checked against the model.
 
     Raises ContextExceeded when prompt and answer do not fit the model's context, TokenOutOfRange for ids outside
-    the vocabulary, and what ``detdiff.model.encode`` raises.
+    the vocabulary, and what ``force`` and ``detdiff.model.encode`` raise.
     """
     limit = context_limit(loaded)
     vocabulary = loaded.identity.get("vocab_size")
@@ -84,6 +86,8 @@ def prepare(scenario: Scenario, loaded: LoadedModel) -> list[Work]:
                 sampler(request.sampling),
             )
         )
+    if scenario.force_tokens is not None:
+        force(work, scenario.force_tokens)
     return work
 
 

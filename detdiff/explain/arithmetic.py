@@ -26,6 +26,9 @@ _JOIN_ROUNDINGS: dict[Join, int] = {
 }  # fmt: skip
 
 
+_LARGEST_FP8 = 448.0  # of 4-bit codes 6
+
+
 @dataclass(frozen=True)
 class Sums:
     """The roundings of one linear kernel on rows of K items.
@@ -33,7 +36,8 @@ class Sums:
     ``weights`` and ``inputs`` say how these are staged (the words of ``detdiff_kernels.order.Order``); any term passes
     at most ``float32`` roundings to float32, ``dtype`` ones to the activation's dtype; the inputs that a bias or a
     minimum multiplies pass ``sums_dtype`` more of these. ``split``: codes meet their scales and minima after the sum,
-    so that |scale| code and |minimum| count apart. ``block`` is the weight as the kernel takes it. ``halves``: the
+    so that |scale| code and |minimum| count apart. ``block`` is the weight as the kernel takes it. ``raw``: the largest code of
+    a format whose codes are summed in the dtype before their group's scale, or 0. ``halves``: the
     products of two blocks' scales are rounded to float16. ``flushed`` is what an underflow in float32 loses.
     """
 
@@ -47,6 +51,7 @@ class Sums:
     halves: bool = False
     half_products: bool = False
     flushed: float = SMALLEST["float32"]
+    raw: float = 0.0
 
     def growth(self, dtype: str) -> float:
         """Of all roundings after staging."""
@@ -141,7 +146,16 @@ def _mlx_cpu(weight: Weight, dtype: str, quantised: bool) -> Sums:
     affine = isinstance(weight, Affine)
     form: WeightForm = "dtype_twice" if affine else "float32"
     # A product and a sum for every term; in the other modes a group's scale multiplies its sum.
-    return Sums(form, "dtype", 0, weight.k + (1 if affine else 3), 0, False, weight)
+    return Sums(
+        form,
+        "dtype",
+        0,
+        weight.k + (1 if affine else 3),
+        0,
+        False,
+        weight,
+        raw=0.0 if affine else _LARGEST_FP8,
+    )
 
 
 def sums_of(order: Order, weight: Weight, dtype: str, flushed: float = SMALLEST["float32"]) -> Sums:

@@ -20,7 +20,8 @@ Count = tuple[int, str]
 class Attending:
     """The roundings of one attention kernel.
 
-    ``query`` and ``cached`` stage the operands: roundings of each item of the query, and of keys and values. ``score``
+    ``query`` and ``cached`` stage the operands: roundings of each item of the query, and of keys and values.
+    ``multiplied``: the query is the product with the scale, both rounded to the dtype, which can be done again. ``score``
     are those that a product passes on its way to a score; ``scores`` those of the score itself, at its own size.
     ``apart`` and ``whole`` count float32 roundings of the exponent, relative to the distance to the largest score and to
     the largest score itself; ``power`` those of an exponential. ``sums`` are those of the weighted sum and of the
@@ -38,6 +39,7 @@ class Attending:
     sums: tuple[Count, ...]
     weights: tuple[Count, ...] = ()
     held: tuple[Count, ...] = ()
+    multiplied: bool = False
 
 
 def attending(
@@ -92,7 +94,7 @@ def _mlx_cpu(dtype: str, keys: int, width: int) -> Attending:
     softmax and 2c5fe62 mlx/backend/cpu/simd/math.h exp: a factor log2 e, a floor, and a polynomial of six steps.
     """
     return Attending(
-        query=((1, "float32"), (2, dtype)),
+        query=(),
         cached=(),
         score=((width + 1, "float32"),),
         scores=((2, dtype),),
@@ -101,6 +103,7 @@ def _mlx_cpu(dtype: str, keys: int, width: int) -> Attending:
         power=8,
         sums=((2 * keys + 6, "float32"),),
         weights=((1, dtype),),
+        multiplied=True,
     )
 
 
@@ -110,7 +113,7 @@ def _quantised(dtype: str, keys: int, width: int) -> Attending:
     Read in mlx-lm 0.32.2 models/base.py quantized_scaled_dot_product_attention.
     """
     return Attending(
-        query=((1, "float32"), (2, dtype)),
+        query=(),
         cached=((3, dtype),),
         score=((width + 1, dtype),),
         scores=((2, dtype),),
@@ -119,6 +122,7 @@ def _quantised(dtype: str, keys: int, width: int) -> Attending:
         power=8,
         sums=((keys + 6, "float32"), (keys + 1, dtype)),
         weights=((1, dtype),),
+        multiplied=True,
     )
 
 
@@ -128,7 +132,7 @@ def _unfused(order: Unfused, dtype: str, keys: int, width: int) -> Attending:
     # A thread's own sum (four a round, and a factor between rounds), two trees, and the evening out.
     sums = 4 * rounds + 2 * rounds + 10 + 6 + threads // 32 // 16
     return Attending(
-        query=((1, "float32"), (2, dtype)),
+        query=(),
         cached=(),
         score=((width + 1, "float32"),),
         scores=((2, dtype),),
@@ -137,6 +141,7 @@ def _unfused(order: Unfused, dtype: str, keys: int, width: int) -> Attending:
         power=1,
         sums=((keys + sums + 4, "float32"),),
         weights=((1, dtype),),
+        multiplied=True,
     )
 
 

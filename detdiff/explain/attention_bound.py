@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from detdiff_kernels.rounding import rounded
+
 from .arithmetic import Arithmetic
 from .attention_arithmetic import Attending, Count, attending
 from .bounds import Bounded, output_rounded
@@ -40,27 +42,27 @@ class AttentionOperation:
         quantised = self.key_size is not None
         own = attending(arithmetic, rows, keys, width, heads, kv_heads, quantised)
         plain = Attending((), (), ((width + 3, "float32"),), (), 3, 0, 1, ((2 * keys + 4, "float32"),))
-        out = np.empty((5, rows, heads, value_width))
+        out = np.empty((4, rows, heads, value_width))
+        empty = np.zeros((rows, heads, value_width), np.bool_)
         unbounded = np.zeros((rows, heads, value_width), np.bool_)
         step = max(1, _CHUNK // max(1, keys * value_width))
         for head in range(heads):
-            kv = head // (heads // kv_heads)
             for at in range(0, rows, step):
                 part = slice(at, at + step)
                 bias = self.bias[head if len(self.bias) > 1 else 0, part]
-                found = _Head(self, head, kv, part, bias)
+                found = _Head(self, head, part, bias, arithmetic.dtype)
                 out[0][part, head] = found.exact
                 out[1][part, head], unbounded[part, head] = found.bound(own)
                 out[2][part, head], _ = found.bound(plain)
                 out[3][part, head] = found.scale
-                out[4][part, head] = found.empty[:, None]
-        exact, error, yardstick, scale, empty = out
+                empty[part, head] = found.empty[:, None]
+        exact, error, yardstick, scale = out
         bound, over = output_rounded(exact, error, arithmetic)
         # A row that attends nothing is zeros in one kernel and an average in another; only its being finite is judged.
-        bound[empty > 0] = np.inf
-        over &= ~(empty > 0)
+        bound[empty] = np.inf
+        over &= ~empty
         yardstick = yardstick + arithmetic.unit * np.abs(exact) + arithmetic.smallest
-        yardstick[empty > 0] = np.inf
+        yardstick[empty] = np.inf
         text = (
             f"attention: sum pi |v - out| (exp(score error) - 1) + sums' roundings ({_words(own.sums)}) sum pi |v|, scores "
             f"{_words(own.score)}, output rounding"
@@ -84,28 +86,35 @@ class _Head:
     """Some rows of one head: scores (rows, keys), weights that sum to one, outputs (rows, Dv)."""
 
     def __init__(
-        self, op: AttentionOperation, head: int, kv: int, rows: slice, bias: NDArray[np.float64]
+        self, op: AttentionOperation, head: int, rows: slice, bias: NDArray[np.float64], dtype: str
     ) -> None:
+        kv = head // (op.q.shape[1] // len(op.keys))
+        self.dtype = dtype
         self.op, self.head, self.kv = op, head, kv
         self.q, k, self.v = op.q[rows, head], op.keys[kv], op.values[kv]
         self.bias = bias
         with np.errstate(invalid="ignore", over="ignore"):
             plain = op.scale * (self.q @ k.T)
+            self.plain = plain
             self.attended: NDArray[np.bool_] = np.asarray(bias > -np.inf)
             self.scores = np.where(self.attended, plain + np.where(self.attended, bias, 0), -np.inf)
             sink = -np.inf if op.sinks is None else op.sinks[head]
             self.most = np.maximum(self.scores.max(axis=1), sink)
-            self.empty = ~self.attended.any(axis=1)
+            self.empty: NDArray[np.bool_] = np.asarray(~self.attended.any(axis=1), np.bool_)
             peak = np.where(np.isfinite(self.most), self.most, 0.0)
             powers = np.exp(self.scores - peak[:, None])
             total = powers.sum(axis=1) + np.exp(sink - peak)
             self.pi = powers / np.where(total > 0, total, 1.0)[:, None]
             self.sink = np.exp(sink - peak) / np.where(total > 0, total, 1.0)
-            # A masked value never counts, whatever it holds.
-            seen = np.where(self.attended.any(axis=0)[:, None], self.v, 0.0)
-            self.exact = self.pi @ seen
-        self.seen = seen
-        self.scale = np.sqrt(np.square(self.pi) @ np.square(seen)) + np.abs(self.exact)
+            # A masked value never counts, whatever it holds; one that is attended does, NaN too.
+            finite = np.isfinite(self.v)
+            self.seen = np.where(finite & np.asarray(self.attended.any(axis=0)).reshape(-1, 1), self.v, 0.0)
+            lost = np.where(self.attended, ~np.isfinite(plain), False).any(axis=1)
+            self.not_finite: NDArray[np.bool_] = np.asarray(self.attended @ ~finite, np.bool_) | lost.reshape(
+                -1, 1
+            )
+            self.exact = np.where(self.not_finite, np.nan, self.pi @ self.seen)
+            self.scale = np.sqrt(np.square(self.pi) @ np.square(self.seen)) + np.abs(self.exact)
 
     def bound(self, own: Attending) -> tuple[Float64, NDArray[np.bool_]]:
         """The error before the output is rounded, (rows, Dv), and where it may be infinite or NaN."""
@@ -145,11 +154,11 @@ class _Head:
             carried = (self.pi * (1 + factor)) @ size
             sizes = np.where(left > 0, np.minimum(carried / np.where(left > 0, left, 1.0), biggest), biggest)
             grown = _grown((*own.sums, *own.weights, *own.held))
-            counted = self.attended @ np.where(self.attended.any(axis=0)[:, None], size, 0.0)
+            counted: Float64 = self.attended.astype(np.float64) @ np.where(np.isfinite(size), size, 0.0)
             tiny = (2 * FLUSHED + _tiny(own.weights)) * counted + 4 * _tiny(own.held)
             tiny += 4 * _tiny(own.sums)
             bound = moving + (grown + _DOUBLE * (self.scores.shape[1] + 4)) * sizes + values + tiny
-        return bound, self._overflows(own, counted)
+        return bound, self._overflows(own, counted) | self.not_finite
 
     def _score_error(self, own: Attending) -> Float64:
         """How far a score can be from the exact one, (rows, keys)."""
@@ -161,9 +170,23 @@ class _Head:
         error += abs(op.scale) * _tiny(own.cached) * np.abs(self.q).sum(axis=1)[:, None]
         error += _tiny(own.score) * self.q.shape[1]
         added = np.where(self.attended, np.abs(self.bias), 0.0)
-        error += _grown(own.scores) * (size + error + added) + _tiny(own.scores)
+        staged = self._staged(own)
+        error += np.abs(staged)
+        # The score itself is known up to what came before.
+        own_size = np.where(self.attended, np.abs(self.plain), 0.0) + error
+        error += _grown(own.scores) * (own_size + added) + _tiny(own.scores)
         # A mask is rounded to the dtype before it is added.
         return np.asarray(error + (_grown(own.scores) + 4 * U32) * added, np.float64)
+
+    def _staged(self, own: Attending) -> Float64:
+        """What rounding the query's product with the scale to the dtype does to scores, (rows, keys)."""
+        if not own.multiplied:
+            return np.zeros_like(self.plain)
+        dtype = self.dtype
+        factor = rounded(np.array([self.op.scale], np.float32), dtype)
+        query = rounded(factor * self.q.astype(np.float32), dtype).astype(np.float64)
+        staged: Float64 = (query - self.op.scale * self.q) @ np.nan_to_num(self.op.keys[self.kv]).T
+        return np.asarray(np.nan_to_num(staged), np.float64)
 
     def _values(self, own: Attending) -> Float64:
         """What staging the values leads to, at most that of the largest one."""
@@ -180,7 +203,7 @@ class _Head:
         narrow = {dtype for _, dtype in (*own.query, *own.cached, *own.scores)} | {"float32"}
         limit = min(LARGEST[dtype] for dtype in narrow)
         score = (abs(op.scale) * (np.abs(self.q) @ keys.T)).max(axis=1, initial=0.0)
-        given = np.abs(self.q).max(axis=1, initial=0.0) * max(1.0, abs(op.scale) if own.query else 1.0)
+        given = np.abs(self.q).max(axis=1, initial=0.0) * max(1.0, abs(op.scale))
         over = ~(np.maximum(score, given) < limit * 0.99)
         if own.cached:
             over |= ~(max(keys.max(initial=0.0), np.abs(self.seen).max(initial=0.0)) < limit * 0.99)

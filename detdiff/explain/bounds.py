@@ -15,6 +15,7 @@ from .roundoff import LARGEST, SMALLEST, U32, UNIT, Float64, growth
 
 _DOUBLE = 2.0**-52
 _CODES = 127.0
+_BLOCK = 2048  # outputs whose weights are widened at a time: a head is large
 _HALF = UNIT["float16"]
 _HALF_TINY = SMALLEST["float16"]
 _INFINITE = 65520.0  # the first number that float16 rounds to infinity
@@ -52,10 +53,13 @@ class Linear:
 
     def bounded(self, arithmetic: Arithmetic) -> Bounded:
         sums = arithmetic.sums(self.weight, len(self.x), quantised=self.quantised, op=self.op)
-        own, exact = _sum_bound(self.x, sums, arithmetic.dtype)
         plain = Sums("float32", "dtype", self.weight.k + 1, 0, 0, False, self.weight)
-        yardstick, _ = _sum_bound(self.x, plain, "float32")
-        scale = np.sqrt(np.square(self.x) @ np.square(exact_weight(self.weight)).T)
+        own, exact, yardstick, scale = np.empty((4, len(self.x), self.weight.n))
+        for at in range(0, self.weight.n, _BLOCK):
+            part = slice(at, min(at + _BLOCK, self.weight.n))
+            own[:, part], exact[:, part] = _sum_bound(self.x, _part(sums, part), arithmetic.dtype)
+            yardstick[:, part], _ = _sum_bound(self.x, _part(plain, part), "float32")
+            scale[:, part] = np.sqrt(np.square(self.x) @ np.square(exact_weight(_part(plain, part).block)).T)
         roundings = 1
         if self.bias is not None:
             # Kernels round the sum, and then the sum with the bias.
@@ -218,6 +222,10 @@ def _sum_bound(x: Float64, sums: Sums, dtype: str) -> tuple[Float64, Float64]:
     return error, exact
 
 
+def _part(sums: Sums, outputs: slice) -> Sums:
+    return replace(sums, block=sums.block.part(outputs.start, outputs.stop))
+
+
 def _shift(weight: Weight) -> Float64:
     """What is added to scale times code, without its sign."""
     return np.zeros((weight.n, weight.k)) if isinstance(weight, Dense) else np.abs(_scaled(weight)[1])
@@ -301,6 +309,9 @@ def _overflows(sums: Sums, dtype: str, given: Float64, whole: Float64, held: Flo
     over = ~(whole < limit)
     if sums.split:
         over |= ~(given.sum(axis=1) * 4096.0 * 255.0 < LARGEST["float32"])[:, None]
+    if sums.raw:
+        groups = np.add.reduceat(given, np.arange(0, given.shape[1], 32), axis=1)
+        over |= ~(groups.max(axis=1) * sums.raw < LARGEST[dtype])[:, None]
     if sums.halves:
         over |= ~(given.sum(axis=1)[:, None] * held.max(axis=1)[None] < _INFINITE)
     if sums.sums_dtype and dtype == "float16":

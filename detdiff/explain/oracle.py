@@ -19,6 +19,9 @@ from .roundoff import UNIT, Float64, numbers
 # as chance would give less often than that.
 _SHARE = 0.8
 _CHANCE = 0.01
+# The median of a normal variable's size.
+_MEDIAN_OF_NORMAL = 0.6745
+_NAMES = {"float32": "float32", "float16": "float16 or tf32", "bfloat16": "bfloat16"}
 
 
 class Operation(Protocol):
@@ -37,8 +40,9 @@ class Judgement:
     ``worst`` is at ``where``, an index of the output; ``outside`` counts elements beyond the bound, ``not_finite`` those
     among them that are NaN or infinite although no overflow is possible there. ``float32_units`` is the worst error in
     units of the bound that float32 sums over the same operands have, output rounding included: far above 1 where operands or
-    sums were in less. ``precision`` is the unit roundoff that the error looks like, 0 where it is none, and
-    ``precision_name`` the dtype that is nearest to it. ``errors`` are absolute, inf where not finite; ``scale`` is what a
+    sums were in less. ``precision`` is the unit roundoff of operands that would give the common element's error, 0 where the
+    output's own rounding explains it, and ``precision_name`` the dtype that is nearest: "exact", "float32", "float16 or
+    tf32", "bfloat16", or "none" from 1/2 on. ``errors`` are absolute, inf where not finite; ``scale`` is what a
     single rounding of operands leads to on average, over its unit.
     """
 
@@ -196,13 +200,14 @@ def _precision(errors: Float64, found: Bounded, arithmetic: Arithmetic) -> float
     if arithmetic.dtype == "float32":
         explained = np.zeros_like(explained)
     left = np.maximum(errors[usable] - explained, 0.0)
-    # Roundings are even over plus and minus the unit, at most.
-    return float(np.sqrt(3.0) * _root_mean_square(left / found.scale[usable]))
+    # Even over plus and minus the unit, such errors are normal by the time they are summed. The median is that of the
+    # common element: a fault in a few leaves it alone.
+    return float(np.sqrt(3.0) / _MEDIAN_OF_NORMAL * np.median(left / found.scale[usable]))
 
 
 def _name(precision: float) -> str:
     if precision == 0:
         return "exact"
-    if precision >= 2.0**-4:
+    if precision >= 0.5:
         return "none"
-    return min(UNIT, key=lambda dtype: abs(np.log2(precision) - np.log2(UNIT[dtype])))
+    return _NAMES[min(UNIT, key=lambda dtype: abs(np.log2(precision) - np.log2(UNIT[dtype])))]

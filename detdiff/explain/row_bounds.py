@@ -11,7 +11,7 @@ from detdiff.errors import OracleRefused
 
 from .arithmetic import Arithmetic
 from .bounds import Bounded, output_rounded
-from .roundoff import LARGEST, SMALLEST, U32, UNIT, Float64, growth
+from .roundoff import LARGEST, SMALLEST, U32, Float64, growth
 
 _DOUBLE = 2.0**-52
 # A reciprocal root is at most 2 ULP off: a root and a division, or a GPU's instruction.
@@ -52,7 +52,8 @@ class Norm:
             exact, error = self._scaled(exact, error, arithmetic)
             bound, unbounded = output_rounded(exact, error, arithmetic)
             unbounded |= ~(np.square(self.x).sum(axis=-1, keepdims=True) < LARGEST["float32"] * 0.5)
-            yardstick = self._yardstick(exact, error, arithmetic)
+            # Two products and the output are rounded to the dtype on any path.
+            yardstick = growth((n, U32), (3, arithmetic.unit)) * np.abs(exact) + 3 * arithmetic.smallest
         bound[unbounded] = np.inf
         text = (
             f"{self.form} norm: mean square of {n} ((1 + u)^{n + 4} - 1), half of it in the root, root {_ROOT} u, products in "
@@ -92,10 +93,6 @@ class Norm:
             error = error * (np.abs(gate) + off) + np.abs(exact) * off + U32 * np.abs(exact * gate)
             exact = exact * gate
         return exact, error
-
-    def _yardstick(self, exact: Float64, error: Float64, arithmetic: Arithmetic) -> Float64:
-        n = self.x.shape[-1]
-        return growth((n, U32), (1, arithmetic.unit)) * np.abs(exact) + arithmetic.smallest
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,6 +177,3 @@ class Rope:
         if self.traditional:
             return slice(0, self.dims, 2), slice(1, self.dims, 2)
         return slice(0, self.dims // 2), slice(self.dims // 2, self.dims)
-
-
-__all__ = ["UNIT", "Norm", "Rope"]

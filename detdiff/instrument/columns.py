@@ -70,8 +70,11 @@ class Selection:
     positions: Mapping[int, Collection[int] | None]
 
     @classmethod
-    def of(cls, capture: Capture, sites: SiteMap, request_ids: Sequence[str]) -> Selection | None:
-        """None for the digest level, everything for ``full``, what the window names for ``window``."""
+    def of(
+        cls, capture: Capture, sites: SiteMap, request_ids: Sequence[str], beside: Sequence[SiteMap] = ()
+    ) -> Selection | None:
+        """None for the digest level, everything for ``full``, what the window names for ``window``; ``beside`` as in
+        ``at``."""
         if capture.level == "digest":
             return None
         window = capture.level == "window"
@@ -79,7 +82,7 @@ class Selection:
         names = capture.requests if window and capture.requests else request_ids
         span = capture.positions if window else None
         positions = None if span is None else range(span[0], span[1] + 1)
-        return cls.at({name: positions for name in names}, sites, request_ids, wanted)
+        return cls.at({name: positions for name in names}, sites, request_ids, wanted, beside)
 
     @classmethod
     def at(
@@ -88,12 +91,15 @@ class Selection:
         sites: SiteMap,
         request_ids: Sequence[str],
         patterns: Sequence[str] = ("*",),
+        beside: Sequence[SiteMap] = (),
     ) -> Selection:
         """Values at ``positions`` by request id, at sites that match one of the fnmatch ``patterns``.
 
-        Raises ScenarioError for a pattern that matches no site: nothing captured is not what was asked for.
+        Raises ScenarioError for a pattern that matches no site of the model or of those ``beside`` it: nothing captured
+        is not what was asked for.
         """
-        names = [site.name for site in sites.sites]
+        own = [site.name for site in sites.sites]
+        names = [*own, *(site.name for other in beside for site in other.sites)]
         for pattern in patterns:
             if not any(fnmatchcase(name, pattern) for name in names):
                 near = (
@@ -107,7 +113,7 @@ class Selection:
         ports = frozenset(
             port
             for (key, _), port in sites.ports.items()
-            if any(fnmatchcase(names[sites.index[key]], pattern) for pattern in patterns)
+            if any(fnmatchcase(own[sites.index[key]], pattern) for pattern in patterns)
         )
         return cls(ports, {request_ids.index(name): where for name, where in positions.items()})
 

@@ -39,6 +39,10 @@ class Digester:
         columns += entry_columns
         return self._rows(record, table, columns), events
 
+    def share(self, request: int, donor: int, tokens: int) -> None:
+        """From now on the first ``tokens`` cache entries of a request are those that ``donor`` wrote."""
+        self._ledgers.share(request, donor, tokens)
+
     def flush(self, record: ForwardRecord) -> None:
         """Digest what the record holds so far and let go of the arrays, so that a big forward stays small."""
         table = RowTable.of(record.forward.segments)

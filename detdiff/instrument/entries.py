@@ -68,11 +68,24 @@ class Ledgers:
 
     def __init__(self) -> None:
         self._written: dict[tuple[int, str], UInt64] = {}
+        self._parts: dict[
+            tuple[int, str], int
+        ] = {}  # arrays an entry is stored in: more once it is quantised
+        self._prefixes: dict[int, tuple[int, int]] = {}
         self._weights: UInt64 = position_weight(np.arange(1024))
         self._heads: dict[int, UInt64] = {}
 
+    def share(self, request: int, donor: int, tokens: int) -> None:
+        """The first ``tokens`` entries of a request are those that ``donor`` wrote."""
+        if donor != request:
+            self._prefixes[request] = donor, tokens
+
     def _ledger(self, request: int, key: str, end: int, heads: int) -> UInt64:
         ledger = self._written.get((request, key))
+        if ledger is None:
+            donor, tokens = self._prefixes.get(request, (request, 0))
+            given = self._written.get((donor, key)) if tokens else None
+            ledger = None if given is None else given[:tokens]
         if ledger is None or len(ledger) < end:
             grown = np.zeros((max(256, 2 * end), heads), np.uint64)
             if ledger is not None:
@@ -112,6 +125,10 @@ class Ledgers:
             end = segment.start + segment.count
             ledger = self._ledger(segment.request, call.key, end, len(names))
             held = self._found(call, stored, kinds, heads, slot) if stored else found
+            if len(kinds) > self._parts.setdefault((segment.request, call.key), len(kinds)):
+                # Quantising stores older entries anew: from now on that is what was written.
+                self._parts[segment.request, call.key] = len(kinds)
+                ledger[low : segment.start] = held[physical[: segment.start - low]]
             ledger[segment.start : end] = held[physical[segment.start - low :]]
             span = (low, segment.start, segment.count, call.window or EVERYTHING)
             written, read, changed, total = fold_entries(

@@ -10,11 +10,14 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from detdiff.trace import PHASES
+
 from .buffers import handle
 from .paths import Taken
 from .sites import Arrays, SiteMap
 
-PHASES = ("prefill", "decode")
+TARGET, DRAFT = "target", "draft"
+"""The models of a run: the one that is asked, and the one that proposes to it."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ class Forward:
 
     ``shape`` is (batch slots, columns); ``selected`` are the columns whose logits are asked for (packed), or
     None for all; ``logits_used`` is False where the engine throws the logits away (padded prefill), so that
-    recording must not compute them.
+    recording must not compute them. ``model`` is whose call it is.
     """
 
     index: int
@@ -48,6 +51,7 @@ class Forward:
     tokens: mx.array
     selected: tuple[int, ...] | None = None
     logits_used: bool = True
+    model: str = TARGET
 
     @property
     def phase(self) -> str:
@@ -122,7 +126,8 @@ class ForwardRecord:
     """Handles on everything that the taps saw in one forward, kept until it is digested.
 
     ``arrays`` are by port; ``states`` are those of them that are recurrent states (one row a slot, no row
-    axis). ``calls`` are the kernel paths taken, by site. ``finished`` and ``events`` hold what was digested before the forward ended, to bound memory.
+    axis). ``calls`` are the kernel paths taken, by site. ``finished`` and ``events`` hold what was digested before the forward ended, to
+    bound memory; ``after`` are the event lines that follow the forward's own, until it is ``written``.
     """
 
     forward: Forward
@@ -138,6 +143,8 @@ class ForwardRecord:
     masks: dict[int, str] = field(default_factory=dict)
     logits: mx.array | None = None
     lens: list[mx.array] = field(default_factory=list)
+    after: list[dict[str, Any]] = field(default_factory=list)
+    written: bool = False
 
     def axis(self, port: int) -> int | None:
         """The row axis of a port's array; None for a recurrent state, which has one row a slot."""

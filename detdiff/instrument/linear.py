@@ -8,10 +8,12 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 from mlx.nn.layers.base import Module
+from numpy.typing import NDArray
 
 from detdiff_kernels import BadOperand, Call, UnsupportedFormat, forced
+from detdiff_kernels.staging import summed
 
-from .paths import PathChooser, Place, Span, Taken
+from .paths import Made, PathChooser, Place, Span, Taken
 from .weights import Kernels, Operand, Prepared, floats, name_of, operand
 
 Native = Callable[..., Any]
@@ -54,6 +56,8 @@ class LinearCalls:
         return self._planned(place, module, x, method).taken
 
     def _planned(self, place: Place, module: Module, x: mx.array, method: str) -> _Planned:
+        if self._chooser.override is not None:
+            return self._plan(place, module, x, method)
         key = (place, tuple(x.shape), x.dtype)
         found = self._known.get(key)
         if found is None:
@@ -73,8 +77,9 @@ class LinearCalls:
                 span.path.name,
                 span.path.rule,
                 range(span.first, span.last) if len(spans) > 1 else None,
+                None if self._chooser.override is None else _made(span, kernel),
             )
-            for span, _ in spans
+            for span, kernel in spans
         ]
         return _Planned(facts.dtype, tuple(spans), tuple(taken))
 
@@ -85,9 +90,19 @@ class LinearCalls:
         if facts.problem:
             return span._replace(path=span.path.left_native(facts.problem)), None
         try:
-            return span, self._kernels.linear(name, module, name_of(facts.dtype), rows=span.last - span.first)
+            rows = span.path.rows or span.last - span.first
+            return span, self._kernels.linear(name, module, name_of(facts.dtype), rows=rows)
         except (UnsupportedFormat, BadOperand) as error:
             return span._replace(path=span.path.left_native(str(error))), None
+
+
+def _made(span: Span, kernel: Prepared | None) -> Made:
+    # A span is run as a call of its own rows, whatever else is in the call.
+    rows = span.path.rows or span.last - span.first
+    if kernel is None:
+        return Made(span.path, rows)
+    order = kernel.kernel.order_for(kernel.staged.weight, kernel.staged.dtype, rows)
+    return Made(span.path, rows, order)
 
 
 def _on_path(
@@ -95,24 +110,49 @@ def _on_path(
 ) -> mx.array:
     y: mx.array
     if kernel is not None:
-        y = product(kernel, x, dtype)
+        y = product(kernel, x, dtype, span.path.rows)
         return y + module["bias"] if "bias" in module else y
     family, _, rest = span.path.name.partition("/")
-    if family != "forced":
-        y = native(x)
-    elif rest == "rows":
+    if family == "forced" and rest == "rows":
         y = forced.rows(native, x, mx)
-    else:
+        return y
+    if family == "forced":
         y = forced.padded(native, x, int(rest.removeprefix("pad:")), mx)
+    else:
+        y = native(x) if span.path.rows is None else _as_rows(native, x, span.path.rows)
     return y
 
 
-def product(kernel: Prepared, x: mx.array, dtype: mx.Dtype) -> mx.array:
-    """``x`` [..., K] times a staged weight, as ``dtype`` [..., N]."""
+def _as_rows(native: Native, x: mx.array, rows: int) -> mx.array:
+    """``x`` [..., K] in calls of ``rows`` rows each, the last one filled up."""
+    flat = x.reshape(1, -1, x.shape[-1])
+    count = flat.shape[1]
+    if count == rows:
+        whole: mx.array = native(x)
+        return whole
+    if rows == 1:
+        alone: mx.array = forced.rows(native, x, mx)
+        return alone
+    parts = [forced.padded(native, flat[:, i : i + rows], rows, mx) for i in range(0, count, rows)]
+    return mx.concatenate(parts, axis=1).reshape(*x.shape[:-1], -1)
+
+
+def product(kernel: Prepared, x: mx.array, dtype: mx.Dtype, rows: int | None = None) -> mx.array:
+    """``x`` [..., K] times a staged weight, as ``dtype`` [..., N]; ``rows``: in the order for that many rows."""
     if x.dtype != dtype:
         x = x.astype(dtype)
     flat = np.ascontiguousarray(floats(x).reshape(-1, x.shape[-1]))
-    return mx.array(kernel(flat)).reshape(*x.shape[:-1], -1).astype(dtype)
+    return mx.array(_summed(kernel, flat, rows)).reshape(*x.shape[:-1], -1).astype(dtype)
+
+
+def _summed(kernel: Prepared, flat: NDArray[np.float32], rows: int | None) -> NDArray[np.float32]:
+    if rows is None or rows == len(flat):
+        return kernel(flat)
+    # A row's result depends on that row and the order alone, so the order of another call may run these rows.
+    out = np.empty((len(flat), kernel.staged.n), np.float32)
+    order = kernel.kernel.order_for(kernel.staged.weight, kernel.staged.dtype, rows)
+    summed(flat, kernel.staged, order, out)
+    return out
 
 
 def call_of(op: Any, x: mx.array, facts: Operand) -> Call:

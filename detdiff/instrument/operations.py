@@ -24,4 +24,8 @@ class Operations:
         self.linear = LinearCalls(self.chooser, kernels)
         self.switch = SwitchCalls(self.chooser, kernels)
         self.attention = AttentionCalls(self.chooser, kernels)
-        self.native = self.chooser.native
+
+    @property
+    def native(self) -> bool:
+        """True when every call runs as the backend would run it."""
+        return self.chooser.native and self.chooser.override is None

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from detdiff.errors import KernelPlanError
 from detdiff.scenario import KernelPlan, PathRule
@@ -23,13 +23,15 @@ class Path:
     """A kernel path by its full name (native, forced/…, reference/…), and the rule that chose it.
 
     ``asked`` says that a rule of the scenario names it, so that another one would be a run that nobody asked for;
-    ``arguments`` are what a profile hands to the kernel beside the operands.
+    ``arguments`` are what a profile hands to the kernel beside the operands. ``rows`` asks for what the path gives in
+    a call of that many rows, whatever number it is called with; None for the call's own.
     """
 
     name: str
     rule: str
     asked: bool = False
     arguments: tuple[tuple[str, int], ...] = ()
+    rows: int | None = None
 
     @property
     def kernel(self) -> str | None:
@@ -53,22 +55,59 @@ class Span(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a call is made: the site's name, its kind of operation, the forward's phase."""
+    """Where a call is made: the site's name, its kind of operation, the forward's phase.
+
+    ``columns`` are those of the forward that a call per request is for; only an override is told them.
+    """
 
     site: str
     op: str
     phase: str
+    columns: range | None = None
+
+
+class Made(NamedTuple):
+    """All that decides a row's bits but the row: the path, the rows of the call, and the order of a reference kernel."""
+
+    path: Path
+    rows: int
+    order: Any = None
+
+    def path_again(self) -> Path:
+        """The path that gives the same in a call of any other number of rows."""
+        return Path(self.path.name, self.path.rule, arguments=self.path.arguments, rows=self.rows or None)
+
+    def same_as(self, other: Made) -> bool:
+        """Whether a row of one call is computed as in the other. What has no order is told apart by its rows."""
+        a, b = self.path, other.path
+        if a.kernel is not None or b.kernel is not None:
+            return (a.name, a.arguments) == (b.name, b.arguments) and bool(self.order == other.order)
+        return _native_rows(a, self.rows) == _native_rows(b, other.rows)
+
+
+def _native_rows(path: Path, rows: int) -> int:
+    """How many rows the backend's own operation sees; 0 for attention, whose rows do not name a call."""
+    forced = path.name.partition("/")[2]
+    if forced == "rows":
+        return 1
+    return max(rows, int(forced.removeprefix("pad:"))) if forced else rows
 
 
 class Taken(NamedTuple):
     """A path that was taken, as it is recorded. ``rows`` and ``second_last`` are None for a call per request;
-    ``at`` are the call's flat rows it was taken for, None for all."""
+    ``at`` are the call's flat rows it was taken for, None for all. ``made`` is given only under an override."""
 
     rows: int | None
     second_last: int | None
     path: str
     rule: str
     at: range | None = None
+    made: Made | None = None
+
+
+Override = Callable[[Place, Call, "tuple[Span, ...]"], "tuple[Span, ...]"]
+"""May answer a call with other paths than those that the plan chose; spans of linear calls cover ``rows``, those of
+attention ``batch`` times ``rows``."""
 
 
 class PathChooser:
@@ -81,6 +120,7 @@ class PathChooser:
         self._plan = plan
         self._profile: Profile | None = _profile(plan.profile) if plan.profile else None
         self._known: dict[tuple[Place | None, Call], tuple[Span, ...]] = {}
+        self.override: Override | None = None
         for rule in plan.rules:
             self._check(rule)
 
@@ -117,6 +157,13 @@ class PathChooser:
 
     def choose(self, place: Place, call: Call) -> tuple[Span, ...]:
         """The paths of one call's rows, first to last; mostly one for all."""
+        planned = self.planned(place, call)
+        return planned if self.override is None else self.override(place, call, planned)
+
+    def planned(self, place: Place, call: Call) -> tuple[Span, ...]:
+        """The same by the plan alone."""
+        if place.columns is not None:
+            place = place._replace(columns=None)
         # Without rules a site's name and the phase decide nothing, so that all layers share what is known.
         key = (place if self._plan.rules else None, call)
         found = self._known.get(key)

@@ -46,7 +46,7 @@ def plan_calls(record: ForwardRecord) -> list[dict[str, Any]]:
             "path": group.path,
             "rule": group.rule,
             **({} if group.rows is None else {"rows": group.rows, "second_last": group.second_last}),
-            "sites": format_ranges(found),
+            "sites": format_ranges([record.sites.first_site + site for site in found]),
             **({} if group.at is None else {"at": group.at}),
         }
         for group, found in ordered

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import mlx.core as mx
@@ -12,18 +12,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from detdiff.scenario import Capture
-from detdiff.trace import Generated, Lens, TraceWriter
+from detdiff.trace import Generated, Lens, Rows, TraceWriter
 
 from .bookkeeping import describe, summarise
 from .columns import Selection
 from .device_digest import device_entries, device_rows
 from .digesting import Digester
 from .entries import cache_call
-from .forward import Forward, ForwardRecord, RowTable
+from .forward import DRAFT, TARGET, Forward, ForwardRecord, RowTable
 from .paths import Taken
 from .plan_calls import plan_calls
 from .sites import Arrays, SiteMap
 from .topk import as_float32, top
+from .wraps import wraps
 
 LAG = 2  # forwards whose digests wait: mlx-lm computes one ahead, so older ones are surely evaluated
 
@@ -42,40 +43,51 @@ class _Answer:
 class Subject:
     """What is recorded: the capture, the requests' ids and prompt lengths, a text for each token id.
 
-    ``selection`` are the values to keep beside the digests (None: none); ``lens`` gives the logits [rows, V] of
-    hidden rows [rows, D] as if the model ended there.
+    ``selection`` are the values to keep beside the digests (None: none), by model; ``lens`` gives the logits [rows, V]
+    of hidden rows [rows, D] as if the model ended there.
     """
 
     capture: Capture
     request_ids: list[str]
     prompt_lengths: list[int]
     text: Callable[[int], str]
-    selection: Selection | None = None
+    selection: Mapping[str, Selection | None] = field(default_factory=dict)
     lens: Callable[[mx.array], mx.array] | None = None
 
 
 @dataclass
 class _Tokens:
-    """Generated tokens and the logits that chose them, until both are known."""
+    """Generated tokens and the logits that chose them, until both are known.
+
+    ``verified`` is the last forward that a position was verified in: what an earlier one answered there was rejected.
+    """
 
     chosen: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
     answers: dict[tuple[int, int], _Answer] = field(default_factory=dict)
+    verified: dict[tuple[int, int], int] = field(default_factory=dict)
 
 
 class Recorder:
-    """Implements what a session calls while it records, for one run."""
+    """Implements what the sessions of one run call while they record: that of the target, and of the draft if any."""
 
-    def __init__(self, writer: TraceWriter, sites: SiteMap, subject: Subject) -> None:
+    def __init__(
+        self, writer: TraceWriter, sites: SiteMap, subject: Subject, draft: SiteMap | None = None
+    ) -> None:
+        """``draft`` are the sites of the draft model, placed after ``sites``."""
         self._writer = writer
-        self._sites = sites
+        self._maps = {TARGET: sites} if draft is None else {TARGET: sites, DRAFT: draft}
+        self._ports = sum(len(each.ports) for each in self._maps.values())
         self._subject = subject
         capture = subject.capture
         self._on_device = capture.digest == "device" or (
             capture.digest == "auto" and mx.default_device() == mx.gpu
         )
-        self._digester = Digester(sites, subject.selection)
+        self._digesters = {
+            model: Digester(each, subject.selection.get(model)) for model, each in self._maps.items()
+        }
         self._pending: deque[ForwardRecord] = deque()
         self._record: ForwardRecord | None = None
+        self._last: ForwardRecord | None = None
         self._texts: set[int] = set()
         self._tokens = _Tokens()
         self._eager = False
@@ -87,16 +99,23 @@ class Recorder:
     def begin(self, forward: Forward, cache: Sequence[Any]) -> None:
         while len(self._pending) >= LAG:
             self._finish(self._pending.popleft())
-        self._record = ForwardRecord(forward, self._sites, bookkeeping=describe(cache))
+        sites = self._maps[forward.model]
+        self._record = self._last = ForwardRecord(forward, sites, bookkeeping=describe(cache))
+        for segment in forward.segments:
+            if segment.phase == "verify":
+                for position in range(segment.start, segment.start + segment.count):
+                    self._tokens.verified[segment.request, position] = forward.index
+        for found in wraps(forward, cache):
+            self.event("wrap", model=forward.model, **found)
         budget = self._subject.capture.memory_mb << 20
         # Up to LAG + 1 forwards are held at once.
-        self._eager = forward.rows * self._sites.bytes_per_row * (LAG + 1) > budget
+        self._eager = forward.rows * sites.bytes_per_row * (LAG + 1) > budget
         if self._eager:
             self._drain()
 
     def site(self, key: str, kind: str, inputs: Arrays, outputs: Arrays, parent: str | None) -> None:
         record = self._record
-        if record is None or (not record.forward.logits_used and key == self._sites.head):
+        if record is None or (not record.forward.logits_used and key == record.sites.head):
             return
         if kind == "embedding":
             # Token ids are int32 in mlx-lm's prefill and uint32 in its decode; the same bits are the same input.
@@ -107,20 +126,20 @@ class Recorder:
         record.add(key, outputs)
         if kind == "state":
             record.states.update(
-                self._sites.ports[key, name] for name, _ in outputs if (key, name) in self._sites.ports
+                record.sites.ports[key, name] for name, _ in outputs if (key, name) in record.sites.ports
             )
 
     def call(self, key: str, taken: Taken) -> None:
         if self._record is not None:
-            self._record.calls.setdefault(self._sites.index[key], []).append(taken)
+            self._record.calls.setdefault(self._record.sites.index[key], []).append(taken)
 
     def cache_call(self, key: str, keys: mx.array, values: mx.array, calls: list[tuple[Any, Any]]) -> None:
         record = self._record
         write = f"{key}.write"
-        if record is None or write not in self._sites.index:
+        if record is None or write not in record.sites.index:
             return
         record.add(write, [("k", keys), ("v", values)])
-        layer = self._sites.cache_layers[write]
+        layer = record.sites.cache_layers[write]
         segments = record.forward.segments
         packed = record.forward.layout == "packed"
         for lane, (cache, result) in enumerate(calls):
@@ -139,14 +158,15 @@ class Recorder:
         record = self._record
         if record is None:
             return
-        if self._subject.lens is not None and record.forward.logits_used:
-            port = self._sites.ports[key, "out"]
-            rows = self._answering(record.forward)
+        forward = record.forward
+        if self._subject.lens is not None and forward.logits_used and forward.model == TARGET:
+            port = record.sites.ports[key, "out"]
+            rows = self._answering(forward)
             if len(rows[0]):
                 hidden = record.arrays[port][mx.array(rows[2]), mx.array(rows[3])]
                 record.lens.append(self._subject.lens(hidden))
         if self._eager:
-            self._digester.flush(record)
+            self._digesters[forward.model].flush(record)
 
     def end(self, forward: Forward, logits: mx.array) -> None:
         record = self._record
@@ -154,7 +174,8 @@ class Recorder:
         self._record = None
         if forward.logits_used:
             record.add("logits", [("in", self._head_out(record, logits)), ("out", logits)])
-            record.logits = logits.astype(logits.dtype)
+            if forward.model == TARGET:
+                record.logits = logits.astype(logits.dtype)
         side = list(record.lens)
         if self._on_device:
             side += self._on_device_digests(record)
@@ -171,6 +192,19 @@ class Recorder:
         self._tokens.chosen[request, position] = (index, token)
         self._emit(request, position)
 
+    def event(self, kind: str, **fields: Any) -> None:
+        """What the engine or a cache did in the forward that runs, or after the one that ran last."""
+        if kind == "prefix":
+            self._digesters[fields.get("model", TARGET)].share(
+                fields["request"], fields["from"], fields["tokens"]
+            )
+        last = self._last
+        line = {"event": kind, "forward": -1 if last is None else last.forward.index, **fields}
+        if last is None or last.written:
+            self._writer.event(line)
+        else:
+            last.after.append(line)
+
     def finish(self) -> None:
         """Digest what is still held."""
         self._drain()
@@ -178,7 +212,7 @@ class Recorder:
     # How it is done.
 
     def _head_out(self, record: ForwardRecord, logits: mx.array) -> mx.array:
-        port = self._sites.ports.get((self._sites.head or "", "out"))
+        port = record.sites.ports.get((record.sites.head or "", "out"))
         return record.arrays.get(port, logits) if port is not None else logits
 
     def _on_device_digests(self, record: ForwardRecord) -> list[mx.array]:
@@ -201,11 +235,12 @@ class Recorder:
         return table.request[keep], table.position[keep], table.slot[keep], table.column[keep]
 
     def _finish(self, record: ForwardRecord) -> None:
-        rows, events = self._digester.digest(record)
+        rows, events = self._digesters[record.forward.model].digest(record)
         forward = record.forward
         caches, wrong = summarise(record.bookkeeping, record.masks, forward)
         line = {
             "forward": forward.index,
+            **({} if forward.model == TARGET else {"model": forward.model}),
             "phase": forward.phase,
             "layout": forward.layout,
             "shape": list(forward.shape),
@@ -229,11 +264,21 @@ class Recorder:
             self._see(group.token)
         self._writer.forward(line)
         for group in rows:
-            self._writer.rows(group)
+            self._writer.rows(self._placed(record.sites, group))
             self.rows += len(group.request)
+        for event in record.after:
+            self._writer.event(event)
+        record.written = True
         self.forwards += 1
         if record.logits is not None:
             self._answers(record)
+
+    def _placed(self, sites: SiteMap, rows: Rows) -> Rows:
+        """``rows`` with a table over the ports of all models."""
+        before, after = sites.first_port, self._ports - sites.first_port - len(sites.ports)
+        if not (before or after):
+            return rows
+        return replace(rows, table=(-1,) * before + tuple(rows.table) + (-1,) * after)
 
     def _answers(self, record: ForwardRecord) -> None:
         requests, positions, slots, columns = self._answering(record.forward)
@@ -257,7 +302,10 @@ class Recorder:
 
     def _emit(self, request: int, position: int) -> None:
         """Write a token once both its id and the logits that chose it are known."""
-        if (request, position) not in self._tokens.chosen or (request, position) not in self._tokens.answers:
+        found = self._tokens.answers.get((request, position))
+        if found is None or (request, position) not in self._tokens.chosen:
+            return
+        if self._tokens.verified.get((request, position), found.forward) != found.forward:
             return
         index, token = self._tokens.chosen.pop((request, position))
         answer = self._tokens.answers.pop((request, position))

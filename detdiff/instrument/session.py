@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
@@ -19,38 +19,10 @@ from .forward import Forward
 from .operations import Operations
 from .paths import Place, Taken
 from .plant import Plant, Planter
+from .roles import Attend, Packing, Recording, Sink, Steering
 from .sites import Arrays, SiteMap, discover, walk
 from .taps import tapped, tapped_top
 from .weights import StagedWeights
-
-Attend = Callable[[range | None, Any, Any], mx.array]
-"""Runs attention with the given arguments; the range are the columns of a packed forward that it is for."""
-
-
-class Packing(Protocol):
-    """How a packed forward runs what must be done per request."""
-
-    def rope(self, native: Callable[..., Any], args: Any, kw: Any) -> mx.array: ...
-    def attention(self, attend: Attend, args: Any, kw: Any) -> mx.array: ...
-
-
-class Sink(Protocol):
-    """Where a session puts what the taps saw."""
-
-    def site(self, key: str, kind: str, inputs: Arrays, outputs: Arrays, parent: str | None) -> None: ...
-
-
-class Recording(Sink, Protocol):
-    """A sink that follows forwards from begin to end."""
-
-    def begin(self, forward: Forward, cache: Sequence[Any]) -> None: ...
-    def call(self, key: str, taken: Taken) -> None: ...
-    def cache_call(
-        self, key: str, keys: mx.array, values: mx.array, calls: list[tuple[Any, Any]]
-    ) -> None: ...
-    def mask(self, layer: int | None, kind: str) -> None: ...
-    def block_done(self, key: str) -> None: ...
-    def end(self, forward: Forward, logits: mx.array) -> None: ...
 
 
 class Session:
@@ -66,7 +38,14 @@ class Session:
         plan: KernelPlan | None = None,
         plants: Iterable[Plant] = (),
         staged: StagedWeights | None = None,
+        *,
+        after: Session | None = None,
+        alone: bool = True,
     ) -> None:
+        """A draft model's session comes ``after`` the target's, which then does not stand ``alone``.
+
+        Raises KernelPlanError for a rule that no site of either model can follow.
+        """
         self.model = model
         self.operations = Operations(plan or KernelPlan(), staged)
         self._planter = Planter(plants)
@@ -74,11 +53,16 @@ class Session:
         self.recording: Recording | None = None
         self.on_logits: Callable[[Forward, mx.array], None] | None = None
         self.packing: Packing | None = None
+        self._steering: Steering | None = None
         self.paused = False
         self._entered = False
         self._reset()
         self.sites: SiteMap = discover(model, self._discovering)
-        self.operations.chooser.check_sites(self.sites.sites)
+        if after is not None:
+            self.sites = self.sites.after(after.sites, "draft.")
+            self.operations.chooser.check_sites((*after.sites.sites, *self.sites.sites))
+        elif alone:
+            self.operations.chooser.check_sites(self.sites.sites)
 
     def _reset(self) -> None:
         self._sink: Sink | None = None
@@ -124,6 +108,11 @@ class Session:
             self.on_logits = None
             self._reset()
 
+    def steer(self, steering: Steering | None) -> None:
+        """From the next forward on let ``steering`` choose the paths; None: the plan alone."""
+        self._steering = steering
+        self.operations.chooser.override = None if steering is None else steering.spans
+
     def module(self, key: str | None) -> Callable[[mx.array], mx.array] | None:
         """The module behind a site's key, as a function; a tied head is the embedding's ``as_linear``."""
         for name, module, _ in walk(self.model):
@@ -163,6 +152,8 @@ class Session:
         forward = self.compose(args[0], cache)
         self.forward = forward
         self._sink = self.recording
+        if self._steering is not None:
+            self._steering.begin(self.sites, forward)
         if self.recording is not None:
             self.recording.begin(forward, cache or [])
         try:
@@ -234,16 +225,32 @@ class Session:
         unused = self.forward is not None and not self.forward.logits_used and key == self.sites.head
         if place is None or unused or kind not in ("linear", "as_linear", "switch"):
             return native(*args, **kw)
-        taken: Sequence[Taken]
-        if kind == "switch":
-            y, taken = self.operations.switch.run(place, native, module, args, kw)
-        else:
+
+        def run() -> tuple[mx.array, Sequence[Taken]]:
+            if kind == "switch":
+                self.operations.switch.order = self._order(args[1])
+                return self.operations.switch.run(place, native, module, args, kw)
             method = "as_linear" if kind == "as_linear" else "__call__"
-            y, taken = self.operations.linear.run(place, native, module, args[0], method)
+            return self.operations.linear.run(place, native, module, args[0], method)
+
+        y, taken = run()
+        self._doubt(place, y, run)
         if self.recording is not None:
             for one in taken:
                 self.recording.call(key, one)
         return y
+
+    def _doubt(self, place: Place, y: mx.array, run: Callable[[], tuple[mx.array, Any]]) -> None:
+        """Run a call again on the other paths that a steering may want to know about."""
+        steering, chooser = self._steering, self.operations.chooser
+        if steering is None or not steering.doubts:
+            return
+        chooser.override = steering.others
+        try:
+            other, _ = run()
+        finally:
+            chooser.override = steering.spans
+        steering.compare(place, y, other)
 
     def _place(self, key: str) -> Place | None:
         """Where the kernel plan has a say: a site, in a forward."""
@@ -337,7 +344,13 @@ class Session:
             return lambda columns, args, kw: native(*args, **kw)
 
         def attend(columns: range | None, args: Any, kw: Any) -> mx.array:
-            y, taken = self.operations.attention.run(place, native, args, kw)
+            here = place if self._steering is None else place._replace(columns=columns)
+
+            def run() -> tuple[mx.array, Taken]:
+                return self.operations.attention.run(here, native, args, kw)
+
+            y, taken = run()
+            self._doubt(here, y, run)
             if recording is not None:
                 if columns is not None:
                     taken = taken._replace(rows=None, second_last=None, at=columns)

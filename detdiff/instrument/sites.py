@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 
@@ -89,7 +89,8 @@ class SiteMap:
     ``index`` maps a tap's key to its site; ``ports`` maps (key, port name) to a port index, and ``axes`` that
     index to the row axis of its array; ``bytes_per_row`` is what one row of all ports takes; ``head`` is the key of
     the output projection, ``norm`` that of the norm before it, ``blocks`` those of the layers; ``cache_layers`` maps
-    the key of a cache write to its layer.
+    the key of a cache write to its layer. ``first_site`` and ``first_port`` are their numbers in a trace of several
+    models.
     """
 
     sites: tuple[Site, ...]
@@ -101,6 +102,24 @@ class SiteMap:
     cache_layers: dict[str, int] = field(default_factory=dict)
     blocks: tuple[str, ...] = ()
     norm: str | None = None
+    first_site: int = 0
+    first_port: int = 0
+
+    def after(self, other: SiteMap, prefix: str) -> SiteMap:
+        """The map of a second model whose sites follow those of ``other`` in a trace, its sites' names after ``prefix``.
+
+        ``first_site`` and ``first_port`` say where they begin; everything else counts from 0 as before.
+        """
+        sites = tuple(
+            replace(
+                site,
+                name=prefix + site.name,
+                parent=None if site.parent is None else prefix + site.parent,
+            )
+            for site in self.sites
+        )
+        first = other.first_port + len(other.ports)
+        return replace(self, sites=sites, first_site=other.first_site + len(other.sites), first_port=first)
 
 
 class Discovery:

@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 
 from detdiff_kernels import BadOperand, Call, UnsupportedFormat
 
+from .experts import ExpertOrder
 from .linear import Native
-from .paths import Path, PathChooser, Place, Taken
+from .paths import Made, Path, PathChooser, Place, Span, Taken
 from .weights import Kernels, floats, name_of, operand
 
 
@@ -21,6 +22,7 @@ class SwitchCalls:
 
     def __init__(self, chooser: PathChooser, kernels: Kernels) -> None:
         self._chooser, self._kernels = chooser, kernels
+        self.order: ExpertOrder | None = None  # how the rows of the next call are sorted
 
     def run(
         self, place: Place, native: Native, module: Module, args: Any, kw: Any
@@ -44,23 +46,39 @@ class SwitchCalls:
             experts=int(module["weight"].shape[0]),
             sorted=in_order,
         )
+
+        def on(path: Path) -> tuple[mx.array, Path]:
+            if path.kernel is not None and facts.problem:
+                path = path.left_native(facts.problem)
+            elif path.kernel is not None:
+                try:
+                    return self._by_expert(path.kernel, module, x, experts, lead, facts.dtype), path
+                except (UnsupportedFormat, BadOperand) as error:
+                    path = path.left_native(str(error))
+            return _native(path, native, x, experts, lead, in_order), path
+
         spans = self._chooser.choose(place, call)
+        planned = spans if self._chooser.override is None else self._chooser.planned(place, call)
         path = spans[0].path
-        if len(spans) > 1:
-            path = path.left_native(
-                "the path of an expert's row cannot depend on its place among the others."
-            )
-        y: mx.array | None = None
-        if path.kernel is not None and facts.problem:
-            path = path.left_native(facts.problem)
-        elif path.kernel is not None:
-            try:
-                y = self._by_expert(path.kernel, module, x, experts, lead, facts.dtype)
-            except (UnsupportedFormat, BadOperand) as error:
-                path = path.left_native(str(error))
-        if y is None:
-            y = _native(path, native, x, experts, lead, in_order)
-        return y, [Taken(rows, x.shape[-2], path.name, path.rule)]
+        if len(spans) > 1 and spans != planned:
+            y = self._mixed(spans, {span.path: on(span.path)[0] for span in spans})
+        else:
+            if len(spans) > 1:
+                path = path.left_native(
+                    "the path of an expert's row cannot depend on its place among the others."
+                )
+            y, path = on(path)
+        made = None if self._chooser.override is None else Made(path, 0)
+        return y, [Taken(rows, x.shape[-2], path.name, path.rule, made=made)]
+
+    def _mixed(self, spans: tuple[Span, ...], done: dict[Path, mx.array]) -> mx.array:
+        """Each of the gathered rows, in the order of the model's rows, as its path gives it."""
+        shape = next(iter(done.values())).shape
+        flat = {path: y.reshape(-1, *shape[-2:]) for path, y in done.items()}
+        if self.order is not None:
+            flat = {path: y[self.order.back] for path, y in flat.items()}
+        y = mx.concatenate([flat[path][first:last] for first, last, path in spans], axis=0)
+        return (y if self.order is None else y[mx.argsort(self.order.back)]).reshape(shape)
 
     def _by_expert(
         self,

@@ -22,7 +22,7 @@ _SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 def to_json(divergence: Divergence) -> dict[str, Any]:
     """The answer as JSON values only: ``json.dumps(..., allow_nan=False)`` takes it."""
-    return {"schema": SCHEMA, **_encode(divergence)}
+    return {"schema": SCHEMA, **encoded(divergence)}
 
 
 def from_json(answer: object) -> Divergence:
@@ -38,13 +38,14 @@ def from_json(answer: object) -> Divergence:
     return decoded
 
 
-def _encode(value: Any) -> Any:
+def encoded(value: Any) -> Any:
+    """Dataclasses, mappings, sequences and numbers as JSON values; tuples become lists."""
     if dataclasses.is_dataclass(value):
-        return {field.name: _encode(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {field.name: encoded(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
-        return {str(key): _encode(item) for key, item in value.items()}
+        return {str(key): encoded(item) for key, item in value.items()}
     if isinstance(value, tuple | list):
-        return [_encode(item) for item in value]
+        return [encoded(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     return value

@@ -13,6 +13,24 @@ from detdiff.scenario import PathRule, Schedule
 from .words import count, escaped
 
 _LISTED = 4
+_DECISIVE = (
+    "schedule",
+    "layout",
+    "active",
+    "row_budget",
+    "prefill_chunk",
+    "kernels",
+    "split_rows",
+    "draft",
+    "drafts",
+    "force_tokens",
+    "kv_bits",
+    "kv_group_size",
+    "kv_start",
+    "page_tokens",
+    "share_prefix",
+    "reuse_tokens",
+)
 
 
 def asked(scenario: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
@@ -46,7 +64,7 @@ def rules(scenario: Mapping[str, Any]) -> list[str]:
 
 def decisive(scenario: Mapping[str, Any]) -> Iterator[str]:
     """What decides a run, one setting each; a setting that does nothing is left out."""
-    for key in ("schedule", "layout", "active", "row_budget", "prefill_chunk", "kernels", "split_rows"):
+    for key in _DECISIVE:
         if key in scenario and not (key == "prefill_chunk" and scenario[key] == Schedule.prefill_chunk):
             yield f"{key} {escaped(str(scenario[key]))}"
     if found := _tables(scenario, "rule"):

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
-
-from tabulate import tabulate
 
 from detdiff.compare.divergence import (
     Choice,
@@ -18,13 +15,16 @@ from detdiff.compare.divergence import (
     Run,
 )
 
+from .lifecycle import agreement_lines, chunk_lines, event_lines
+from .page import Page
 from .settings import asked, decisive, sampling
+from .speculation import speculation_lines
 from .words import birth, composition, count, escaped, layer, number, runs_of, shown, size, spans
 
 
 def divergence_text(divergence: Divergence, *, width: int = 100) -> str:
     """The whole answer; lines of prose are at most ``width`` characters, tables as wide as they need."""
-    page = _Page(width)
+    page = Page(width)
     page.prose(headline(divergence))
     for run, name in ((divergence.a, "a"), (divergence.b, "b")):
         page.item(f"{name}: ", _run(run))
@@ -49,6 +49,7 @@ def divergence_text(divergence: Divergence, *, width: int = 100) -> str:
     for left_out in divergence.not_compared:
         page.item(f"not compared: {escaped(left_out.id)}: ", left_out.reason)
     page.item("compared: ", _compared(divergence))
+    event_lines(page, divergence)
     for note in divergence.notes:
         page.item("note: ", escaped(note))
     return page.text()
@@ -72,12 +73,13 @@ def headline(divergence: Divergence) -> str:
         origin = first.origin
         return (
             f"{start}; the first difference is born at {origin.site} ({origin.kind}), position {origin.position} of "
-            f"{escaped(first.id)}: {_paths(origin)}."
+            f"{escaped(first.id)}: {paths_of(origin)}."
         )
     return f"{start}; the earliest rung that parts is {divergence.rung}, and no origin could be named."
 
 
-def _paths(origin: Origin) -> str:
+def paths_of(origin: Origin) -> str:
+    """An origin's kernel paths and rows in both runs, in a clause."""
     a, b = origin.path_a or "unknown path", origin.path_b or "unknown path"
     rows_a, rows_b = (
         count(n, "row") if n is not None else "unknown rows" for n in (origin.rows_a, origin.rows_b)
@@ -85,50 +87,6 @@ def _paths(origin: Origin) -> str:
     if a == b:
         return f"{a} in both, on {rows_a} in a and {rows_b} in b"
     return f"{a} on {rows_a} in a, {b} on {rows_b} in b"
-
-
-class _Page:
-    """Lines of a text, wrapped where they are prose."""
-
-    def __init__(self, width: int) -> None:
-        self._width = max(40, width)
-        self._lines: list[str] = []
-
-    def prose(self, text: str) -> None:
-        self._lines += textwrap.wrap(text, self._width, break_long_words=False, break_on_hyphens=False)
-
-    def item(self, lead: str, text: str) -> None:
-        """``lead`` and then ``text``, wrapped under it."""
-        indent = " " * min(len(lead), 6)
-        self._lines += textwrap.wrap(
-            lead + text,
-            self._width,
-            subsequent_indent=indent,
-            break_long_words=False,
-            break_on_hyphens=False,
-            drop_whitespace=True,
-        )
-
-    def table(self, rows: Sequence[Sequence[Any]], headers: Sequence[str], indent: str) -> None:
-        # Every cell is text already: tabulate must not read "1e3" or "007" as a number.
-        table = tabulate(
-            rows, headers=headers, tablefmt="simple", disable_numparse=True, colalign=_align(headers)
-        )
-        self._lines += [indent + line.rstrip() for line in table.splitlines()]
-
-    def blank(self) -> None:
-        if self._lines and self._lines[-1]:
-            self._lines.append("")
-
-    def text(self) -> str:
-        return "\n".join(self._lines) + "\n"
-
-
-def _align(headers: Sequence[str]) -> tuple[str, ...]:
-    left = {"text", "kind", "path in a", "path in b"}
-    return tuple(
-        "left" if header.removeprefix("a ").removeprefix("b ") in left else "right" for header in headers
-    )
 
 
 def _run(run: Run) -> str:
@@ -149,7 +107,7 @@ def _finding(finding: Finding) -> str:
     return f"{request}{escaped(finding.detail)} ({where})"
 
 
-def _request(page: _Page, request: RequestDivergence, how: Sequence[str | None]) -> None:
+def _request(page: Page, request: RequestDivergence, how: Sequence[str | None]) -> None:
     page.blank()
     if request.flip is None:
         end = (
@@ -160,37 +118,19 @@ def _request(page: _Page, request: RequestDivergence, how: Sequence[str | None])
         page.prose(f"request {escaped(request.id)}: parts in {request.rung}; {end}")
     else:
         page.prose(f"request {escaped(request.id)}: parts in {request.rung} and flips")
-        _flip(page, request, request.flip)
+        flip_lines(page, request, request.flip)
         if any(how):
             for run, words in zip("ab", how, strict=True):
                 page.item(f"    {run}: ", words or "greedy")
-        _flip_forward(page, request)
+        flip_forward_lines(page, request)
     if request.origin is not None:
-        _origin(page, request.origin)
+        origin_lines(page, request.origin)
+        chunk_lines(page, request)
     elif request.differing:
         page.item("  birth: ", "no origin could be named")
-    if request.cache_entry is not None:
-        entry = request.cache_entry
-        page.item(
-            "  first cache entry: ",
-            f"{layer(entry.layer)}, {entry.kind}, head {entry.head}, position {entry.position}; written in a by "
-            f"{composition(entry.composition_a)}, in b by {composition(entry.composition_b)}",
-        )
-        if entry.magnitude is not None:
-            page.item("    ", size(entry.magnitude))
-    if request.carriers is not None:
-        carriers = request.carriers
-        alive = "alive at the flip" if request.flip is not None else "alive at the end"
-        where = (
-            f", over positions {spans(carriers.positions)} and layers {spans(runs_of(carriers.layers))}"
-            if carriers.count
-            else ""
-        )
-        page.item(
-            "  carriers: ",
-            f"{carriers.count:,} of {count(carriers.entries, 'cache entry', 'cache entries')} {alive} (position "
-            f"{carriers.alive_at}) differ{where}",
-        )
+    agreement_lines(page, request)
+    speculation_lines(page, request)
+    cache_lines(page, request)
     if request.origins:
         page.item("  origins: ", count(sum(found.count for found in request.origins), "in all", "in all"))
         page.table(
@@ -216,7 +156,34 @@ def _request(page: _Page, request: RequestDivergence, how: Sequence[str | None])
         page.item("  smallest margins of equal tokens (a / b): ", margins)
 
 
-def _flip(page: _Page, request: RequestDivergence, flip: Flip) -> None:
+def cache_lines(page: Page, request: RequestDivergence) -> None:
+    """The first cache entry that differs, and the carriers."""
+    if request.cache_entry is not None:
+        entry = request.cache_entry
+        page.item(
+            "  first cache entry: ",
+            f"{layer(entry.layer)}, {entry.kind}, head {entry.head}, position {entry.position}; written in a by "
+            f"{composition(entry.composition_a)}, in b by {composition(entry.composition_b)}",
+        )
+        if entry.magnitude is not None:
+            page.item("    ", size(entry.magnitude))
+    if request.carriers is not None:
+        carriers = request.carriers
+        alive = "alive at the flip" if request.flip is not None else "alive at the end"
+        where = (
+            f", over positions {spans(carriers.positions)} and layers {spans(runs_of(carriers.layers))}"
+            if carriers.count
+            else ""
+        )
+        page.item(
+            "  carriers: ",
+            f"{carriers.count:,} of {count(carriers.entries, 'cache entry', 'cache entries')} {alive} (position "
+            f"{carriers.alive_at}) differ{where}",
+        )
+
+
+def flip_lines(page: Page, request: RequestDivergence, flip: Flip) -> None:
+    """The flip: tokens, margins, top-k on both sides."""
     if flip.kind == "length":
         stopped = "a" if flip.a.token is None else "b"
         what = f"run {stopped} stopped after {count(flip.index, 'token')}, the other went on"
@@ -246,7 +213,8 @@ def _outside(flip: Flip) -> str:
     return ", ".join(places)
 
 
-def _flip_forward(page: _Page, request: RequestDivergence) -> None:
+def flip_forward_lines(page: Page, request: RequestDivergence) -> None:
+    """Who was in the flip's own forward, on which paths, and what was born there."""
     forward = request.flip_forward
     if forward is None:
         return
@@ -279,7 +247,8 @@ def _top_rows(a: Choice, b: Choice) -> Iterator[list[str]]:
         yield row
 
 
-def _origin(page: _Page, origin: Origin) -> None:
+def origin_lines(page: Page, origin: Origin) -> None:
+    """The birth: site, forwards, kernel paths and the rules that chose them."""
     page.item(
         "  birth: ",
         f"{origin.site} ({origin.kind}, {layer(origin.layer)}), position {origin.position}: {birth(origin)}",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from detdiff.compare.divergence import Composition, Magnitude, Origin
+from detdiff.compare import Composition, Magnitude, Origin
 
 LONGEST = 80  # characters of a text that are shown
 

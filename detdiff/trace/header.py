@@ -98,6 +98,12 @@ def check(header: Any, where: str) -> None:
                 f"{where} has {'no' if key not in header else 'a wrong'} {key!r}; expected a "
                 f"{kind.__name__}. It is damaged or was written by another program: record the trace again."
             )
+    for key in ("draft", "speculation"):
+        if not isinstance(header.get(key, {}), dict):
+            raise TraceHeaderError(
+                f"{where} has a wrong {key!r}; expected a dict or nothing. It is damaged or was written by another "
+                "program: record the trace again."
+            )
     if not all(isinstance(note, str) for note in header["notes"]):
         raise TraceHeaderError(
             f"{where} has a note that is not text; expected strings. Record the trace again."

@@ -20,6 +20,7 @@ from detdiff.errors import (
     PlanLineError,
     TextLineError,
 )
+from detdiff.trace.event import MODELS, check_event
 from detdiff.trace.files import read_array, read_bytes, regular_size
 from detdiff.trace.header import dumps
 from detdiff.trace.rows import PHASES
@@ -104,7 +105,7 @@ class Lines:
                 f"{path} ends in the middle of a line; expected a line end, for the trace is complete. Copy "
                 "or record the trace again."
             )
-        # The first letter after {" tells a plan from a forward without parsing the line.
+        # The first letter after {" tells plans, forwards and events apart without parsing the line.
         self.initials = np.full(len(self), 0, np.uint8)
         at = self.starts[:-1] + 2
         self.initials[:] = data[np.minimum(at, max(0, len(raw) - 1))] if len(self) else 0
@@ -130,17 +131,19 @@ class Forwards(Sequence[dict[str, Any]]):
 
     def __init__(self, lines: Lines, requests: int, sites: int) -> None:
         """Parses the plans; raises ForwardLineError, PlanLineError, LogLineError."""
+        initials = lines.initials
         self._lines = lines
         self._requests = requests
-        known = (lines.initials == ord("p")) | (lines.initials == ord("f"))
+        known = np.isin(initials, np.frombuffer(b"pfe", np.uint8))
         if not bool(known.all()):
             raise ForwardLineError(
-                f"{lines.path}, line {int(np.flatnonzero(~known)[0]) + 1}, starts with neither a plan nor a "
-                "forward; "
-                'expected {"plan": or {"forward": first. Copy or record the trace again.'
+                f"{lines.path}, line {int(np.flatnonzero(~known)[0]) + 1}, starts with neither a plan nor a forward nor "
+                'an event; expected {"plan":, {"forward": or {"event": first. Copy or record the trace again.'
             )
-        self._places = np.flatnonzero(lines.initials == ord("f"))
-        self._plan_places = np.flatnonzero(lines.initials == ord("p"))
+        self._places = np.flatnonzero(initials == ord("f"))
+        self._plan_places = np.flatnonzero(initials == ord("p"))
+        self._event_places = np.flatnonzero(initials == ord("e"))
+        self._events: tuple[dict[str, Any], ...] | None = None
         self.plans: list[list[dict[str, Any]]] = []
         self._reach: list[int] = []
         for place in self._plan_places:
@@ -162,6 +165,19 @@ class Forwards(Sequence[dict[str, Any]]):
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return (self[number] for number in range(len(self)))
+
+    def events(self) -> tuple[dict[str, Any], ...]:
+        """The event lines in order, parsed once; raises LogLineError, EventLineError."""
+        if self._events is not None:
+            return self._events
+        found = []
+        for place in self._event_places.tolist():
+            line = self._lines[place]
+            before = int(np.searchsorted(self._places, place))
+            check_event(f"{self._lines.path}, line {place + 1},", line, before, self._requests)
+            found.append(line)
+        self._events = tuple(found)
+        return self._events
 
 
 def check_plan(where: str, line: Any, number: int, sites: int) -> int:
@@ -234,6 +250,7 @@ def check_forward(where: str, line: Any, number: int, requests: int, reach: Sequ
     ok = (
         type(found.get("forward")) is int
         and found["forward"] == number
+        and found.get("model", MODELS[0]) in MODELS
         and found.get("phase") in FORWARD_PHASES
         and found.get("layout") in LAYOUTS
         and isinstance(shape, list | tuple)

@@ -130,6 +130,13 @@ class Trace:
         """
         return self._forwards
 
+    def events(self) -> tuple[dict[str, Any], ...]:
+        """What engines and caches did (verify, trim, ...), in order: each with ``event`` and the ``forward`` before it.
+
+        Raises LogLineError or EventLineError.
+        """
+        return self._forwards.events()
+
     def call(self, forward: int, site: int, row: tuple[int, int] | None = None) -> Mapping[str, Any] | None:
         """The call (``path``, ``rule``, ...) that computed a site in a forward; None if not recorded.
 
@@ -178,6 +185,7 @@ class Trace:
                 shard.value_rows(table, column)
         for _ in self._forwards:
             pass
+        self.events()
         self.texts()
 
     def _lines(self, name: str, partial: bool, problems: list[str]) -> Lines:

@@ -21,6 +21,7 @@ from detdiff.errors import (
 )
 from detdiff.trace.buffer import Buffer, own_generated, own_rows
 from detdiff.trace.check import ROW_FIELDS, Limits, check_generated, check_rows, check_table
+from detdiff.trace.event import check_event
 from detdiff.trace.files import replace_file, writing
 from detdiff.trace.header import FORWARDS, HEADER, SCHEMA, TEXTS, check, encode, parse_sites
 from detdiff.trace.log import LogWriter, add_text, check_forward, check_plan, encode_line
@@ -113,6 +114,13 @@ class TraceWriter:
         # "forward" first: readers tell lines apart by their first letter.
         self._forward_log.append({"forward": number, **line})
         self._limits = Limits(self._limits.requests, number + 1, self._limits.ports)
+
+    def event(self, line: Mapping[str, Any]) -> None:
+        """Logs what happened in the last logged forward or after it. Raises EventLineError or LogLineError."""
+        self._must_be_open()
+        check_event("An event", line, self._limits.forwards, self._limits.requests)
+        # "event" first: readers tell lines apart by their first letter.
+        self._forward_log.append({"event": line["event"], **line})
 
     def text(self, token: int, text: str) -> None:
         """Logs the text of a token id, once. Raises TextLineError when it had another text."""

@@ -6,6 +6,7 @@ Knows nothing of detdiff and of no array library but numpy; numba is imported wh
 from __future__ import annotations
 
 from . import forced
+from .attention import Attention
 from .dispatch import Call, Choice, Part, Profile, Range, Rule
 from .errors import (
     BadOperand,
@@ -15,6 +16,7 @@ from .errors import (
     UnknownProfile,
     UnsupportedFormat,
 )
+from .gguf_blocks import read_blocks
 from .library import kernel, kernel_names
 from .linear import Kernel
 from .order import Order, Walk
@@ -24,6 +26,7 @@ from .weights import Affine, Blocks, Dense, Weight
 
 __all__ = [
     "Affine",
+    "Attention",
     "BadOperand",
     "Blocks",
     "Call",
@@ -49,4 +52,5 @@ __all__ = [
     "load_profile",
     "profile",
     "profile_names",
+    "read_blocks",
 ]

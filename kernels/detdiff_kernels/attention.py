@@ -203,6 +203,15 @@ _SIMD = "inferred: the fast exponential, where FMAs contract, and the tree of a 
 _MMA = "inferred: the fast exponential, where FMAs contract, and a chain for the order inside an MMA"
 _LIBRARY = "inferred: an ascending chain for what a closed library does"
 
+
+def _flash(sizes: tuple[tuple[int, int], ...], **more: Any) -> Tiles:
+    """FlashAttention's arithmetic over tiles of these sizes."""
+    return Tiles(
+        sizes, scale="exponent", base="2", sums="quads", weights="dtype", divide="reciprocal",
+        floor=_NEGATIVE_INFINITY, **more,
+    )  # fmt: skip
+
+
 _TABLE = (
     Attention(
         "mlx-metal/sdpa_vector",
@@ -266,16 +275,7 @@ _TABLE = (
     ),
     Attention(
         "mlx-cuda/sdpa_cudnn",
-        Tiles(
-            ((_ANY_WIDTH, 128),),
-            scale="exponent",
-            base="2",
-            sums="quads",
-            weights="dtype",
-            divide="reciprocal",
-            floor=_NEGATIVE_INFINITY,
-            widest=128,
-        ),
+        _flash(((_ANY_WIDTH, 128),), widest=128),
         f"cuDNN is closed: tiles of 128 keys that ascend and the arithmetic of FlashAttention stand for it; {_LIBRARY}",
         "inferred",
     ),
@@ -324,33 +324,13 @@ _TABLE = (
     ),
     Attention(
         "flash-split-kv/attention",
-        Tiles(
-            _FLASH_SIZES,
-            scale="exponent",
-            base="2",
-            sums="quads",
-            descending=True,
-            weights="dtype",
-            divide="reciprocal",
-            floor=_NEGATIVE_INFINITY,
-            sms=108,
-            widest=256,
-        ),
+        _flash(_FLASH_SIZES, descending=True, sms=108, widest=256),
         f"{_FLASH}: compute_attn_1rowblock_splitkv, combine_attn_seqk_parallel, num_splits_heuristic (read); {_MMA}",
         "inferred",
     ),
     Attention(
         "batch-invariant/attention",
-        Tiles(
-            ((_ANY_WIDTH, 256),),
-            scale="exponent",
-            base="2",
-            sums="quads",
-            weights="dtype",
-            divide="reciprocal",
-            floor=_NEGATIVE_INFINITY,
-            packed=True,
-        ),
+        _flash(((_ANY_WIDTH, 256),), packed=True),
         "sgl-project/sglang and vllm-project/vllm fix the split of the keys, 256 in a tile, or make one split (read); "
         "FlashAttention's arithmetic and ascending tiles are inferred",
         "inferred",

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from .linear import Kernel, Shape
-from .order import Order, Walk
+from .order import IN_ORDER, Order
 
 # Tiles of K: bfloat16 and float16 64, float32 32.
-_TILES = {dtype: Order(Walk((1, 1)), "add", "dtype", tile) for dtype, tile in (
+_TILES = {dtype: Order(IN_ORDER, "add", "dtype", tile) for dtype, tile in (
     ("float32", 32), ("float16", 64), ("bfloat16", 64),
 )}  # fmt: skip
 

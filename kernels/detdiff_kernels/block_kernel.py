@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .linear import Kernel, Shape
-from .order import Order, Walk
+from .order import IN_ORDER, Order, Walk
 from .rounding import Float32
 from .staging import Staged
 from .weights import Affine, Weight
@@ -40,4 +40,4 @@ Q6_K_MV = Order(Walk((2, 2, 4, 8, 4), lane=(1, 3, 0), terms=(2, 4)), "q6_k", "co
 # Four lanes a block of 32, eight neighbours each.
 Q8_0_MV = Order(Walk((32, 8)), "scale", "codes", 8, halve=32)
 AFFINE_8_MV = Order(Walk((32, 8)), "affine", "codes", 8, sums=1, halve=32)
-HALF_CHAIN = Order(Walk((1, 1)), weight="metal_float16")
+HALF_CHAIN = Order(IN_ORDER, weight="metal_float16")

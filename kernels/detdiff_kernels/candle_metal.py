@@ -65,7 +65,8 @@ LINEAR = (
         "candle-metal/mm",
         _mm,
         f"{_CANDLE}quantized.metal kernel_mul_mm, dequantize_*: half weights, float inputs, float sums (read); the order "
-        "inside an 8-wide simdgroup MMA is not visible, an ascending chain stands for it",
+        "inside an 8-wide simdgroup MMA is not visible, an ascending chain stands for it; dense weights are rounded as "
+        "quantised ones are, where Candle has a kernel of its own that leaves them in their dtype",
         "inferred",
     ),
 )

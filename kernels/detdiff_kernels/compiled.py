@@ -45,4 +45,5 @@ def _said(name: str) -> Iterator[None]:
 
 def _say(name: str) -> None:
     if sys.stderr.isatty():
-        print(f"compiling the kernel loop {name}, which is kept for the next time", file=sys.stderr)
+        # A progress bar may stand in the line; it is drawn again.
+        print(f"\r\x1b[Kcompiling the kernel loop {name}, which is kept for the next time", file=sys.stderr)

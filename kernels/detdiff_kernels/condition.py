@@ -2,7 +2,8 @@
 
 An expression is parsed with ``ast`` and may hold only and, or, not, comparisons, ``in`` with a tuple, + - * // %,
 ``A if B else C``, min, max, ceil(a, b) (division rounded up), npow2(a) (the power of two not below a), even_split(a, u,
-c) (the largest count up to c of equal parts of a that are multiples of u, at least 1), numbers, texts and known names. Kinds are checked as well, so that a text is never compared with a number.
+c) (the largest count up to c of equal parts of a that are multiples of u, at least 1), numbers, texts and known names.
+Kinds are checked as well, so that a text is never compared with a number.
 """
 
 from __future__ import annotations

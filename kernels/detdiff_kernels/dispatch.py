@@ -132,8 +132,8 @@ class Rule:
 
     ``bits`` holds widths, None for dense weights and QUANTISED for any width. With ``whole`` n, the kernel takes whole
     groups of n rows and the rows left over are a call of their own. ``shows`` names definitions whose value the text of
-    a choice says, since the kernel works by them; ``passes`` names those that the kernel is handed as well. ``source`` is file, function and commit; ``tag``
-    one of TAGS.
+    a choice says, since the kernel works by them; ``passes`` names those that the kernel is handed as well. ``source``
+    is file, function and commit; ``tag`` one of TAGS.
     """
 
     kernel: str

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from .block_kernel import BlockKernel, affine_bits
 from .linear import Shape
-from .order import Order, Walk
+from .order import IN_ORDER, Order
 
 _REPACK = "ggml-org/llama.cpp 0f2d806 ggml/src/ggml-cpu/arch/x86/repack.cpp"
-_SCALE = Order(Walk((1, 1)), "q8_1_scale", "signed", 32, inputs="q8_0")
-_MINIMUM = Order(Walk((1, 1)), "tile_min", "codes", 32, inputs="q8_0")
+_SCALE = Order(IN_ORDER, "q8_1_scale", "signed", 32, inputs="q8_0")
+_MINIMUM = Order(IN_ORDER, "tile_min", "codes", 32, inputs="q8_0")
 
 
 def _blocks(shape: Shape) -> Order | None:

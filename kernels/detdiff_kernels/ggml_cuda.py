@@ -7,7 +7,7 @@ from functools import lru_cache
 from .block_kernel import BlockKernel, affine_bits
 from .grouped_walk import Grouped, grouped
 from .linear import Shape
-from .order import Inputs, Join, Order, Walk, WeightForm
+from .order import IN_ORDER, Inputs, Join, Order, Walk, WeightForm
 
 _LLAMA = "ggml-org/llama.cpp {} ggml/src/ggml-cuda/{}"
 
@@ -48,7 +48,7 @@ def _mmvq(shape: Shape) -> Order | None:
 
 
 def _tile(join: Join, weight: WeightForm, inputs: Inputs, part: int = 32, parts: int = 1) -> Order:
-    return Order(Walk((1, 1)), join, weight, part, parts, inputs=inputs)
+    return Order(IN_ORDER, join, weight, part, parts, inputs=inputs)
 
 
 _MINIMA = _tile("tile_min", "codes", "q8_1_tile")
@@ -86,8 +86,8 @@ def _mmvf(shape: Shape) -> Order | None:
     return _floats(_warps(shape.k), shape.dtype == "float16")
 
 
-_HALVES = Order(Walk((1, 1)), weight="float16", inputs="float16")
-_CHAIN = Order(Walk((1, 1)), weight="dtype")
+_HALVES = Order(IN_ORDER, weight="float16", inputs="float16")
+_CHAIN = Order(IN_ORDER, weight="dtype")
 
 
 def _cublas(shape: Shape) -> Order | None:

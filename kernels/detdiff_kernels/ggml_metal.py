@@ -9,7 +9,7 @@ from typing import Literal
 from .block_kernel import AFFINE_8_MV, HALF_CHAIN, Q4_K_MV, Q6_K_MV, Q8_0_MV, BlockKernel, affine_bits
 from .grouped_walk import Grouped, grouped
 from .linear import Shape
-from .order import Order, Walk, lanes_of
+from .order import IN_ORDER, Order, Walk, lanes_of
 
 _GGML = "ggml-org/ggml 166c4e1 src/ggml-metal/ggml-metal.metal"
 
@@ -42,7 +42,7 @@ def _dense(groups: int, fours: bool) -> Order:
     return replace(grouped(order), zeroed=True)
 
 
-_SHORT = Order(Walk((1, 1)), weight="float32")
+_SHORT = Order(IN_ORDER, weight="float32")
 
 
 def _mv(shape: Shape) -> Order | None:
@@ -64,7 +64,7 @@ def _mv_ext(shape: Shape) -> Order | None:
 
 
 _HALVES = replace(HALF_CHAIN, inputs="float16")
-_BFLOATS = Order(Walk((1, 1)), weight="dtype")
+_BFLOATS = Order(IN_ORDER, weight="dtype")
 
 
 def _mm(shape: Shape) -> Order | None:

@@ -78,7 +78,8 @@ class Kernel:
         """
         if staged.kernel != self.name:
             raise BadOperand(
-                f"{self.name} was given a weight staged for {staged.kernel}. Stage the weight with the kernel that is called."
+                f"{self.name} was given a weight staged for {staged.kernel}. Stage the weight with the kernel that "
+                "is called."
             )
         self._check("x", x, x.shape[0] if x.ndim == 2 else 1, staged.k)
         if out is None:

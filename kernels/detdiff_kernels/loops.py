@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import float32, int8, int16, int64, intp, types, uint8, uint16, void
 
-from . import simd
+from . import joins, simd
 from .compiled import Loop, compiled
 from .joins import (
     ADD,
@@ -33,9 +33,22 @@ from .joins import (
     TILE_MIN,
     TILE_SCALES,
 )  # fmt: skip
-from .simd import add, fma, fma_in, load, mul, negative, rounded, spread, store, store_rows, zeros
+from .simd import (
+    add,
+    fma,
+    fma_in,
+    load,
+    mul,
+    negative,
+    rounded,
+    rounded_as,
+    spread,
+    store,
+    store_rows,
+    zeros,
+)
+from .staging import PANEL
 
-PANEL = 32
 # What formulas multiply with, by place.
 _NUMBERS = np.array([-8, -4, 1 / 2, 1 / 4, 1 / 16, 1 / 256], np.float32)
 
@@ -47,7 +60,7 @@ _ITEMS = {"float32": float32, "float16": uint16, "bfloat16": int16, "uint8": uin
 
 class Sizes(NamedTuple):
     """The sizes of a call: outputs, lanes, units of a lane, terms of a chain, groups of rows; ``fold``, ``halve`` and
-    ``zeroed`` as in an order."""
+    ``zeroed`` as in an order; and what partial sums and outputs are rounded to, as numbers in ``rounding.DTYPES``."""
 
     n: int
     lanes: int
@@ -57,28 +70,29 @@ class Sizes(NamedTuple):
     fold: int
     halve: int
     zeroed: int
+    partial: int
+    output: int
 
 
 _SIZES = types.NamedUniTuple(intp, len(Sizes._fields), Sizes)
 
 
 @cache
-def sum_loop(join: str, part: int, parts: int, weights: str, dtypes: tuple[str, str, str], rows: int) -> Loop:
+def sum_loop(join: str, part: int, parts: int, weights: str, chained: str, rows: int) -> Loop:
     """The loop of an order: fills the outputs of panels ``first`` to ``last - 1``.
 
     ``part`` and ``parts`` cut units (0 and 1 for a chain); ``weights`` is what the weight array holds (float32,
-    float16 or bfloat16 bits, uint8 or int8 codes); ``dtypes`` what the
-    FMAs of a chain, partial sums and outputs are rounded to. The loop
-    takes flat x (group, term, row), input sums (group, unit, sum, row), weights (panel, term, output), coefficients
+    float16 or bfloat16 bits, uint8 or int8 codes); ``chained`` what the FMAs of a chain are rounded to. The loop takes
+    flat x (group, term, row), input sums (group, unit, sum, row), weights (panel, term, output), coefficients
     (panel, unit, coefficient, output), outputs (m, n), Sizes, first, last.
     """
     code, coefficients, inputs, accumulators, _, _ = JOINS[join]
     chains = parts // accumulators
     wide = PANEL * rows
-    chained, partial, output = dtypes
 
     def loop(x: Any, sums: Any, w: Any, scales: Any, out: Any, sizes: Any, first: int, last: int) -> None:
         n, lanes, units, fold, halve = sizes.n, sizes.lanes, sizes.units, sizes.fold, sizes.halve
+        partial = sizes.partial
         terms = lanes * (sizes.chain if code == CHAIN else units * part * parts)
         totals = np.empty(lanes * wide, np.float32)
         for panel in range(first, last):
@@ -185,12 +199,12 @@ def sum_loop(join: str, part: int, parts: int, weights: str, dtypes: tuple[str, 
                                         total = add(total, fma(unit, scale, shift))
                             c += coefficients * PANEL
                             s += inputs * rows
-                    total = rounded(total, partial)
+                    total = rounded_as(total, partial)
                     store(add(total, zeros(wide)) if sizes.zeroed else total, totals, lane * wide)
                 for lane in range(fold if fold < lanes else 0):
                     total = load(totals, lane * wide, wide, 1)
                     for other in range(lane + fold, lanes, fold):
-                        total = rounded(add(total, load(totals, other * wide, wide, 1)), partial)
+                        total = rounded_as(add(total, load(totals, other * wide, wide, 1)), partial)
                     store(total, totals, lane * wide)
                 half = halve // 2
                 while half:
@@ -202,13 +216,14 @@ def sum_loop(join: str, part: int, parts: int, weights: str, dtypes: tuple[str, 
                     half //= 2
                 total = load(totals, 0, wide, 1)
                 for start in range(halve, fold, halve):
-                    total = rounded(add(total, load(totals, start * wide, wide, 1)), partial)
+                    total = rounded_as(add(total, load(totals, start * wide, wide, 1)), partial)
                 place = group * rows * n + panel * PANEL
-                store_rows(rounded(total, output), out, place, n, PANEL, min(PANEL, n - panel * PANEL))
+                total = rounded_as(total, sizes.output)
+                store_rows(total, out, place, n, PANEL, min(PANEL, n - panel * PANEL))
 
-    loop.__name__ = f"{join}_{part}x{parts}_{weights}_{chained}_{partial}_{output}_{rows}"
+    loop.__name__ = f"{join}_{part}x{parts}_{weights}_{chained}_{rows}"
     weight = types.Array(_ITEMS[weights], 1, "C", readonly=True)
-    return compiled(loop, [void(_IN, _IN, weight, _IN, _OUT, _SIZES, intp, intp)], simd)
+    return compiled(loop, [void(_IN, _IN, weight, _IN, _OUT, _SIZES, intp, intp)], simd, joins)
 
 
 @cache
@@ -227,6 +242,7 @@ def input_loop(rows: int) -> Loop:
                     out[place] = value / scale * scale
                     place += 1
 
+    loop.__name__ = f"rows_laid_out_{rows}"
     return compiled(loop, [void(_IN, _INDEX, _IN, _OUT, intp, intp)])
 
 
@@ -293,4 +309,5 @@ def affine_loop() -> Loop:
             for i in range(group * size, group * size + size, 8):
                 store(fma(scale, load(codes, i, 8, 1), bias), out, i)
 
+    loop.__name__ = "affine_weights"
     return compiled(loop, [void(types.Array(uint8, 1, "C", readonly=True), _IN, _IN, _OUT, intp)], simd)

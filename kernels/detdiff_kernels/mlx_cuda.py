@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from .linear import Kernel, Shape
-from .order import Order, Walk, lanes_of
+from .order import IN_ORDER, Order, Walk, lanes_of
 
 _MLX = "ml-explore/mlx 846d176 mlx/backend/cuda/"
 
@@ -30,8 +30,8 @@ def _qmv(shape: Shape) -> Order | None:
     return _slots(values, shape.bits < 8)
 
 
-_CHAIN = Order(Walk((1, 1)), weight="dtype")
-_CHAIN_TWICE = Order(Walk((1, 1)), weight="dtype_twice")
+_CHAIN = Order(IN_ORDER, weight="dtype")
+_CHAIN_TWICE = Order(IN_ORDER, weight="dtype_twice")
 
 
 def _qmm(shape: Shape) -> Order | None:

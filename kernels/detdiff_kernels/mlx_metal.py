@@ -6,7 +6,7 @@ from functools import lru_cache
 from math import ceil
 
 from .linear import Kernel, Shape
-from .order import LooseTail, Order, TailFirst, Walk, WeightForm, lanes_of
+from .order import IN_ORDER, LooseTail, Order, TailFirst, Walk, WeightForm, lanes_of
 
 _MLX = "ml-explore/mlx 846d176 mlx/backend/metal/"
 _QUANTISED = f"{_MLX}kernels/quantized.h"
@@ -88,11 +88,10 @@ def _wide(group: int) -> Order:
     return Order(lanes_of(8, group), "add", "float32", 8, halve=8)
 
 
-def _chain(weight: WeightForm) -> Order:
-    return Order(Walk((1, 1)), weight=weight)
-
-
-_TILES: dict[WeightForm, Order] = {"dtype": _chain("dtype"), "dtype_in_place": _chain("dtype_in_place")}
+_TILES: dict[WeightForm, Order] = {
+    "dtype": Order(IN_ORDER, weight="dtype"),
+    "dtype_in_place": Order(IN_ORDER, weight="dtype_in_place"),
+}
 
 
 def _qmm_t(shape: Shape) -> Order | None:
@@ -180,7 +179,7 @@ def dense_splits(m: int, n: int, k: int) -> int:
     return min(max(2, npow2(k // 16 // tiles)), 32)
 
 
-_ONE_RANGE = Order(Walk((1, 1)), weight="dtype", zeroed=True)
+_ONE_RANGE = Order(IN_ORDER, weight="dtype", zeroed=True)
 
 
 @lru_cache(maxsize=64)
@@ -191,8 +190,18 @@ def _ranges(size: int, count: int) -> Order:
 def _splitk(shape: Shape) -> Order | None:
     if shape.format != "dense":
         return None
-    splits = dense_splits(shape.m, shape.n, shape.k)
-    size = shape.k // 16 // splits * 16
+    return _tiled_ranges(shape.k, dense_splits(shape.m, shape.n, shape.k))
+
+
+def _splitk_old(shape: Shape) -> Order | None:
+    if shape.format != "dense":
+        return None
+    # Up to 0.30.0 K alone decides.
+    return _tiled_ranges(shape.k, next((many for many in (2, 4, 8) if shape.k // 16 < 8 * many), 16))
+
+
+def _tiled_ranges(k: int, splits: int) -> Order:
+    size = k // 16 // splits * 16
     # What the last whole range leaves is the last one's too; ranges of nothing leave all to it.
     return _ranges(size, splits) if size else _ONE_RANGE
 
@@ -211,11 +220,16 @@ def _steel(shape: Shape) -> Order | None:
     return _STEEL if shape.format == "dense" else None
 
 
+_FUSED = "(read); which products are fused inferred"
+_TREE = "(read); which products are fused and the tree inside simd_sum inferred"
+
 LINEAR = (
-    Kernel("mlx-metal/qmv_fast", _qmv_fast, f"{_QUANTISED} qmv_fast_impl, load_vector, qdot", "read"),
-    Kernel("mlx-metal/qmv", _qmv, f"{_QUANTISED} qmv_impl, load_vector_safe, qdot_safe", "read"),
-    Kernel("mlx-metal/qmv_quad", _qmv_quad, f"{_QUANTISED} qmv_quad_impl", "read"),
-    Kernel("mlx-metal/qmv_wide", _qmv_wide, f"{_QUANTISED} qmv_wide_impl", "read"),
+    Kernel(
+        "mlx-metal/qmv_fast", _qmv_fast, f"{_QUANTISED} qmv_fast_impl, load_vector, qdot {_TREE}", "inferred"
+    ),
+    Kernel("mlx-metal/qmv", _qmv, f"{_QUANTISED} qmv_impl, load_vector_safe, qdot_safe {_TREE}", "inferred"),
+    Kernel("mlx-metal/qmv_quad", _qmv_quad, f"{_QUANTISED} qmv_quad_impl {_TREE}", "inferred"),
+    Kernel("mlx-metal/qmv_wide", _qmv_wide, f"{_QUANTISED} qmv_wide_impl {_FUSED}", "inferred"),
     Kernel(
         "mlx-metal/qmm_t", _qmm_t, f"{_QUANTISED} qmm_t_impl; a chain stands for an 8-wide MMA", "inferred"
     ),
@@ -237,12 +251,20 @@ LINEAR = (
         "ml-explore/mlx v0.32.0 kernels/quantized.h",
         "inferred",
     ),
-    Kernel("mlx-metal/gemv", _gemv, f"{_MLX}kernels/gemv.metal GEMVKernel, matmul.cpp gemv", "read"),
-    Kernel("mlx-metal/gemv_wide", _gemv_wide, f"{_MLX}kernels/gemv.metal gemv_wide", "read"),
+    Kernel("mlx-metal/gemv", _gemv, f"{_MLX}kernels/gemv.h GEMVKernel, matmul.cpp gemv {_FUSED}", "inferred"),
+    Kernel(
+        "mlx-metal/gemv_wide", _gemv_wide, f"{_MLX}kernels/gemv.h GemvWide, matmul.cpp {_FUSED}", "inferred"
+    ),
     Kernel(
         "mlx-metal/splitk",
         _splitk,
         f"{_MLX}kernels/steel/gemm splitk, matmul.cpp steel_gemm_splitk",
+        "inferred",
+    ),
+    Kernel(
+        "mlx-metal/splitk-0.30.0",
+        _splitk_old,
+        "ml-explore/mlx v0.30.0 mlx/backend/metal/matmul.cpp steel_gemm_splitk_axpby",
         "inferred",
     ),
     Kernel("mlx-metal/splitk_nax", _splitk_nax, f"{_MLX}matmul.cpp steel_gemm_splitk_axpby NAX", "inferred"),

@@ -110,20 +110,25 @@ def lanes_of(lanes: int, values: int) -> Walk:
     return Walk((lanes, values))
 
 
+IN_ORDER = lanes_of(1, 1)
+"""One lane that takes all items, ascending."""
+
+
 @dataclass(frozen=True)
 class Order:
     """How one output is summed. Sums are float32 and every multiply-add is one FMA, unless a field says otherwise.
 
     ``weight`` is what a term multiplies: ``codes`` (scales follow in ``join``), the dequantised weight in
     ``float32``, or rounded to ``dtype`` (the activation's) or ``float16``; ``dtype_twice`` rounds the product of
-    scale and code as well as the sum with the bias, and ``dtype_in_place`` does so with codes of 2 and 4 bits where they
-    lie in their byte and a scale divided by as much in that dtype. ``signed`` codes of Q4_0 are less 8; ``places`` leaves
-    codes where their 16-bit word has them; ``metal_float32`` and ``metal_float16`` are what ggml's Metal code makes of
-    blocks. Rounding is to nearest even; float16 overflows to infinity. ``inputs`` says what x is rounded or quantised
-    to first, see ``quantised_rows.py``.
+    scale and code as well as the sum with the bias, and ``dtype_in_place`` does so with codes of 2 and 4 bits where
+    they lie in their byte and a scale divided by as much in that dtype. ``signed`` codes of Q4_0 are less 8;
+    ``places`` leaves codes where their 16-bit word has them; ``metal_float32`` and ``metal_float16`` are what ggml's
+    Metal code makes of blocks. Rounding is to nearest even; float16 overflows to infinity. ``inputs`` says what x is
+    rounded or quantised to first, see ``quantised_rows.py``.
 
     A lane's terms are cut into parts of ``part`` terms, each a chain that starts at +0.0; ``parts`` of them make a
-    unit, and +0.0 times +0.0 fills up the last one. ``join`` says what becomes of a unit, see ``joins.py``; ``chain`` has no parts, the lane's total is one chain.
+    unit, and +0.0 times +0.0 fills up the last one. ``join`` says what becomes of a unit, see ``joins.py``; ``chain``
+    has no parts, the lane's total is one chain.
     ``sums`` > 0: joins need the sum of a unit's inputs, in runs of that many added in the activation's dtype and then
     in float32. ``prescale``: inputs are divided by these powers of two in turn and codes multiplied by them, which
     shows only where the quotient underflows.
@@ -131,8 +136,8 @@ class Order:
     Then lane r of the first ``fold`` takes lanes r + fold, r + 2 fold, ... in order; groups of ``halve`` lanes add by
     halving (lane l takes l + halve/2, then l + halve/4, ...) in float32; the groups add in order. ``partial`` is what
     lane totals and sums in order are rounded to; 0 for ``fold`` means all lanes. ``zeroed``: a sum of lanes in order
-    starts at +0.0, which shows where all of them are -0.0. ``accumulate`` ``dtype`` rounds every FMA of a
-    chain to the activation's dtype, and to nothing else before. The output rounds to the dtype once.
+    starts at +0.0, which shows where all of them are -0.0. ``accumulate`` ``dtype`` rounds every FMA of a chain to
+    the activation's dtype, and to nothing else before. The output rounds to the dtype once.
     """
 
     walk: Walk

@@ -13,7 +13,10 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic, models, register_model
+
+from .rounding import DTYPES
 
 _FLOAT = ir.FloatType()
 _HALF = ir.HalfType()
@@ -218,17 +221,6 @@ def negative(typing: Any, a: Any) -> Any:
 
 
 @_operation
-def times(typing: Any, a: Any, factor: Any) -> Any:
-    """``times(a, f)``: a times the literal integer f."""
-    lanes, number = a.lanes, float(factor.literal_value)
-
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        return builder.fmul(values[0], ir.Constant(_vector(lanes), [number] * lanes))
-
-    return a(a, factor), generate
-
-
-@_operation
 def rounded(typing: Any, a: Any, dtype: Any) -> Any:
     """``rounded(a, dtype)``: every lane rounded to nearest even in the literal dtype, and widened again."""
     kind, lanes = dtype.literal_value, a.lanes
@@ -237,6 +229,22 @@ def rounded(typing: Any, a: Any, dtype: Any) -> Any:
         return _rounded(builder, values[0], kind, lanes)
 
     return a(a, dtype), generate
+
+
+@_operation
+def rounded_as(typing: Any, a: Any, dtype: Any) -> Any:
+    """``rounded_as(a, number)``: as ``rounded``, to the dtype of that number in ``rounding.DTYPES``, any intp."""
+    lanes = a.lanes
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        value, number = values
+        result = cgutils.alloca_once_value(builder, value)
+        for place, kind in enumerate(DTYPES[1:], 1):
+            with builder.if_then(builder.icmp_signed("==", number, ir.Constant(number.type, place))):
+                builder.store(_rounded(builder, value, kind, lanes), result)
+        return builder.load(result)
+
+    return a(a, types.intp), generate
 
 
 def _rounded(builder: Any, value: Any, kind: str, lanes: int) -> Any:

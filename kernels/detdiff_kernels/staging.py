@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from .joins import JOINS
 from .order import Order, Plan, plan
-from .rounding import Float32
+from .rounding import DTYPES, Float32
 from .staged_rows import rows_laid_out
 from .staged_weights import coefficients_of, terms_of
 from .threads import share
@@ -109,12 +109,11 @@ def summed(x: Float32, staged: Staged, order: Order, out: Float32) -> None:
     chained, partial = (
         staged.dtype if field == "dtype" else field for field in (order.accumulate, order.partial)
     )
-    dtypes = (chained, partial, staged.dtype)
     fold = order.fold or steps.lanes
     panels = -(-staged.n // PANEL)
     for first, count, rows in _groups(len(x)):
         values, sums = rows_laid_out(x[first : first + count * rows], order, steps, staged.dtype, rows)
-        loop = sum_loop(order.join, order.part, order.parts, layout.kind, dtypes, rows)
+        loop = sum_loop(order.join, order.part, order.parts, layout.kind, chained, rows)
         part = out[first : first + count * rows].reshape(-1)
         sizes = Sizes(
             staged.n,
@@ -125,6 +124,8 @@ def summed(x: Float32, staged: Staged, order: Order, out: Float32) -> None:
             min(fold, steps.lanes),
             order.halve,
             int(order.zeroed),
+            DTYPES.index(partial),
+            DTYPES.index(staged.dtype),
         )
         work = _work(loop, values, sums, layout, part, sizes)
         share(work, panels, count * rows * staged.n * len(steps.terms))

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from .blocks import BLOCKS, Unpacked, dequantised, unpacked
 from .errors import BadOperand, UnsupportedFormat
-from .rounding import DTYPES, Float32, widen
+from .rounding import Float32, widen
 
 AFFINE_BITS = (2, 3, 4, 5, 6, 8)
 
@@ -232,5 +232,3 @@ class Blocks:
 
 
 Weight = Dense | Affine | Blocks
-
-__all__ = ["AFFINE_BITS", "BLOCKS", "DTYPES", "Affine", "Blocks", "Centred", "Dense", "Weight"]

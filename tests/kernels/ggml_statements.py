@@ -202,12 +202,13 @@ def q6_k_mv(x: Row, row: bytes) -> float:
     return tree(lanes)
 
 
-def dense_mv(x: Row, w: Row) -> float:
-    """kernel_mul_mv_t_t_4, _t_t and _t_t_short; a block that a lane does not have counts as +0.0."""
+def dense_mv(x: Row, w: Row, *, most: int = 4) -> float:
+    """kernel_mul_mv_t_t_4, _t_t and _t_t_short in ``most`` simdgroups at the most; a block that a lane does not have
+    counts as +0.0."""
     k = len(x)
     if k < 32:
         return dot4(x, w)
-    groups, nb = min(4, (k + 127) // 128), k // 32
+    groups, nb = min(most, (k + 127) // 128), k // 32
     nf = 16 if k % 4 == 0 else 8
     lanes = []
     for lane in range(32 * groups):
@@ -294,9 +295,9 @@ def same(value: float) -> float:
 # CUDA, dense.
 
 
-def floats_mv(x: Row, w: Row, *, halves: bool) -> float:
-    """mul_mat_vec_f."""
-    best = min(range(32, 257, 32), key=lambda size: ((len(x) + 2 * size - 1) // (2 * size), size))
+def floats_mv(x: Row, w: Row, *, halves: bool, most: int = 256) -> float:
+    """mul_mat_vec_f, with ``most`` threads at the most."""
+    best = min(range(32, most + 1, 32), key=lambda size: ((len(x) + 2 * size - 1) // (2 * size), size))
     dtype = "float16" if halves else "float32"
     lanes = []
     for tid in range(best):

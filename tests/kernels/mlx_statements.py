@@ -324,20 +324,26 @@ class Steel(DenseStatement):
 
 @dataclass(frozen=True)
 class SteelSplit(DenseStatement):
-    """steel_gemm_splitk_axpby: P ranges of whole tiles; the last one takes what they leave."""
+    """steel_gemm_splitk_axpby: P ranges of whole tiles, by K alone up to 0.30.0; the last takes what they leave."""
 
     other_splits: Callable[[int], int] = lambda splits: splits
     tile: int = 16
     own_tail: bool = False
+    old: bool = False
     join: Callable[[list[float]], float] = in_order
 
-    def total(self, x: list[float], w: list[float], shape: Shape) -> float:
-        tiles = ((shape.m + 31) // 32) * ((shape.n + 31) // 32)
-        wanted = shape.k // 16 // tiles
+    def splits(self, shape: Shape) -> int:
+        tiles_of_k = shape.k // 16
+        if self.old:
+            return 2 if tiles_of_k < 16 else 4 if tiles_of_k < 32 else 8 if tiles_of_k < 64 else 16
+        wanted = tiles_of_k // (((shape.m + 31) // 32) * ((shape.n + 31) // 32))
         power = 1
         while power < wanted:
             power *= 2
-        splits = self.other_splits(min(max(2, power), 32))
+        return min(max(2, power), 32)
+
+    def total(self, x: list[float], w: list[float], shape: Shape) -> float:
+        splits = self.other_splits(self.splits(shape))
         size = shape.k // self.tile // splits * self.tile
         ranges = [range(s * size, (s + 1) * size) for s in range(splits)]
         if self.own_tail:

@@ -51,10 +51,11 @@ STATEMENTS: dict[str, Statement] = {
     "gemv": GEMV(),
     "gemv_wide": WideGEMV(),
     "splitk": SteelSplit(),
+    "splitk-0.30.0": SteelSplit(old=True),
     "splitk_nax": NaxSplit(),
     "steel": Steel(),
 }
-DENSE = {"gemv", "gemv_wide", "splitk", "splitk_nax", "steel"}
+DENSE = {"gemv", "gemv_wide", "splitk", "splitk-0.30.0", "splitk_nax", "steel"}
 FOURS = st.integers(1, 330).map(lambda blocks: 4 * blocks)
 WIDTHS: dict[str, st.SearchStrategy[int]] = {
     "qmv_quad": st.sampled_from([64, 128]),
@@ -161,6 +162,13 @@ MUTATIONS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("splitk", {"other_splits": lambda splits: splits - 1}, FLOAT32),
     ("splitk", {"own_tail": True}, FLOAT32),
     ("splitk", {"tile": 1}, FLOAT32),
+    ("splitk", {"old": True}, FLOAT32),
+    ("splitk-0.30.0", {"old": False}, FLOAT32),
+    ("splitk-0.30.0", {"own_tail": True}, FLOAT32),
+    *[
+        ("splitk-0.30.0", {"other_splits": lambda splits: splits // 2}, {**FLOAT32, "k": k})
+        for k in (255, 511, 1023, 1024)
+    ],
     ("splitk_nax", {"other_size": lambda size: size // 2}, FLOAT32),
     ("splitk_nax", {"other_size": lambda size: size - 1}, FLOAT32),
     ("splitk_nax", {"other_size": lambda size: 2 * size}, FLOAT32),

@@ -5,10 +5,20 @@ from __future__ import annotations
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from synthetic_traces import Ask, Fault, Plan, serial, together, write_trace
 
-from detdiff.compare import Divergence, compare
+from detdiff.compare import (
+    Acceptance,
+    Divergence,
+    DraftDivergence,
+    Origin,
+    Proposed,
+    Verification,
+    Verified,
+    compare,
+)
 
 ANCHOR = Ask("anchor", tuple(range(10, 20)), (30, 31, 32, 33, 34))
 FOLLOWER = Ask("follower", (40, 41, 42, 43, 44), (50, 51, 52))
@@ -41,3 +51,13 @@ def flips() -> Divergence:
 def run(a: Plan, b: Plan) -> Divergence:
     with tempfile.TemporaryDirectory() as work:
         return compare(write_trace(Path(work) / "a", a), write_trace(Path(work) / "b", b))
+
+
+def speculation(origin: Origin) -> dict[str, Any]:
+    """What an answer says of a request with a draft: the proposals equal, the choice at the flip another one."""
+    sides = [Verified(7, Proposed((31, 32, 33, 34), (31, 32, token, 34)), 2, 33, token) for token in (33, 93)]
+    counts = Acceptance(12, 48, 21, 48, 21, True), Acceptance(13, 52, 20, 52, 21, False)
+    return {
+        "draft": DraftDivergence(40, 5, origin, False),
+        "verification": Verification(4, True, None, False, 3, *sides, *counts),
+    }

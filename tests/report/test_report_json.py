@@ -14,7 +14,16 @@ import answers
 import numpy as np
 import pytest
 
-from detdiff.compare import Divergence, NotCompared, Values, measure
+from detdiff.compare import (
+    Agreement,
+    Divergence,
+    EventCount,
+    Events,
+    Finding,
+    NotCompared,
+    Values,
+    measure,
+)
 from detdiff.errors import AnswerError
 from detdiff.report import SCHEMA, from_json, to_json
 
@@ -33,7 +42,12 @@ def full() -> Divergence:
     assert anchor.origin is not None and anchor.cache_entry is not None and follower.origin is not None
     origin = replace(anchor.origin, magnitude=size, changes=follower.origin.changes)
     left_out = (NotCompared("x", "only run a has it"),)
-    return replace(found, requests=(replace(anchor, origin=origin), follower, quiet), not_compared=left_out)
+    speculated = replace(anchor, origin=origin, **answers.speculation(origin))
+    forced = replace(follower, forced=Agreement(5, 2, 3, 2))
+    events = Events(
+        (EventCount("trim", "draft", 1, 2),), (Finding("a", "wrap", "quiet", 0, "passes the end"),)
+    )
+    return replace(found, requests=(speculated, forced, quiet), not_compared=left_out, events=events)
 
 
 def keys(answer: Any) -> Iterator[str]:
@@ -50,7 +64,8 @@ def keys(answer: Any) -> Iterator[str]:
 def documented() -> set[str]:
     """What stands in backquotes in the first column of a table, or anywhere in prose that lists keys."""
     found: set[str] = set()
-    for line in DOCS.read_text(encoding="utf-8").splitlines():
+    text = DOCS.read_text(encoding="utf-8").partition("\n# The JSON answer of `explain`\n")[0]
+    for line in text.splitlines():
         where = line.split("|")[1] if line.startswith("|") else line
         found |= set(re.findall(r"`([a-z][a-z_0-9]*)`", where))
         if line.startswith("|"):
@@ -86,6 +101,7 @@ VALUES |= {
     "both",
     "compare",
 }
+VALUES |= {"trim", "stale", "page", "prefix", "acceptance", "choice", "quantise", "wrap"}
 
 
 def test_every_key_is_documented_and_every_documented_key_is_there() -> None:

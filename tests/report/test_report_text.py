@@ -157,3 +157,25 @@ def test_what_a_terminal_would_obey_is_escaped(found: Divergence) -> None:
     assert r'33 "\x1b[31m\"\n\u202e\\\x7f\u200b\ud800é"' in flat(text)
     assert "\\x1b[2Jchor" in text and "a\\rb" in text
     assert all(c == "\n" or c.isprintable() for c in text)
+
+
+def test_speculation_is_told_per_request_with_the_engines_own_counts() -> None:
+    found = answers.flips()
+    anchor = found.request("anchor")
+    assert anchor.origin is not None
+    told = replace(anchor, **answers.speculation(anchor.origin))
+    text = divergence_text(replace(found, requests=(told,)), width=200)
+    assert (
+        "acceptance: 21 of 48 in 12 verifications (the engine counts the same) in a, 20 of 52 in 13 verifications (THE"
+        in text
+    )
+    assert "THE ENGINE COUNTS 21 of 52" in text
+    assert (
+        "over 4 tokens up to the flip, proposals equal and the target's choices differ from token 3 on"
+        in text
+    )
+    assert (
+        "b: 33 was proposed and the target chose 93 (token 3 of the verification in forward 7: proposals 31 32 33 34; "
+        "choices 31 32 93 34)"
+    ) in " ".join(text.split())
+    assert "draft model: 5 digests of its rows differ" in text and "born there before" not in text

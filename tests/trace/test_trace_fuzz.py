@@ -22,9 +22,14 @@ from detdiff.trace import Trace, TraceWriter
 def complete(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("complete") / "t"
     with TraceWriter(path, samples.HEADER, shard_forwards=1) as writer:
-        samples.fill(writer, 3)
+        samples.fill(writer, 3, after=lambda number: happened(writer, number))
         writer.finish()
     return path
+
+
+def happened(writer: TraceWriter, number: int) -> None:
+    for line in (samples.VERIFY, samples.TRIM, {"event": "anything", "requests": [0, 1]}):
+        writer.event({**line, "forward": number})
 
 
 def tolerates(path: Path) -> None:

@@ -35,6 +35,10 @@ def generated(**changes: Any) -> Callable[[TraceWriter], None]:
     return lambda writer: writer.generated(replace(samples.tokens(0), **changes))
 
 
+def happened(**changes: Any) -> Callable[[TraceWriter], None]:
+    return lambda writer: writer.event({**samples.TRIM, "forward": 0, **changes})
+
+
 def forward(**changes: Any) -> Callable[[TraceWriter], None]:
     return lambda writer: writer.forward({**samples.forward_line(1), **changes})
 
@@ -90,6 +94,8 @@ MISUSES: dict[str, tuple[type[errors.TraceError], Callable[[TraceWriter], None]]
         errors.LogLineError,
         lambda writer: writer.plan([{"path": b""}]) and None,
     ),
+    "an event before its forward": (errors.EventLineError, happened(forward=2)),
+    "an event of half a verification": (errors.EventLineError, happened(event="verify")),
     "two texts": (errors.TextLineError, two_texts),
     "a reserved key": (errors.TraceHeaderError, lambda writer: writer.finish(shards=[])),
     "a header that JSON cannot hold": (

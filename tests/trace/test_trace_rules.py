@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -123,6 +124,17 @@ def appended(name: str, content: bytes, seal: bool = True) -> Damage:
     return damage
 
 
+def event(**changes: Any) -> Damage:
+    """A trim after the last forward, with ``changes``."""
+    line = {**samples.TRIM, "forward": 4, **changes}
+    return appended("forwards.jsonl", json.dumps(line).encode() + b"\n")
+
+
+def verification(**changes: Any) -> Damage:
+    line = {**samples.VERIFY, "forward": 4, **changes}
+    return appended("forwards.jsonl", json.dumps(line).encode() + b"\n")
+
+
 def extra_dimension(header: dict[str, Any], _: bytearray) -> None:
     header["digest/0"]["shape"].append(1)
 
@@ -194,6 +206,20 @@ CASES: dict[str, tuple[type[errors.TraceError], Damage]] = {
     "a row beyond 2^31": (errors.PlanLineError, forward_field(0, "calls", [_call(str(1 << 31))])),
     "rows beyond the shape": (errors.ForwardLineError, forward_field(0, "calls", [_call("0-2")])),
     "a shape below the plan's rows": (errors.ForwardLineError, forward_field(3, "shape", [1, 1])),
+    "an event of another forward": (errors.EventLineError, event(forward=3)),
+    "an event of no kind": (errors.EventLineError, event(event="")),
+    "an event of no request": (errors.EventLineError, event(request=2)),
+    "an event from no request": (errors.EventLineError, event(event="prefix", tokens=1, **{"from": 2})),
+    "an event of requests as a number": (errors.EventLineError, event(event="merge", requests=1)),
+    "an event of a third model": (errors.EventLineError, event(model="judge")),
+    "a trim of no layers": (errors.EventLineError, event(layers="")),
+    "a trim of true rows": (errors.EventLineError, event(asked=True)),
+    "a verification of nothing": (errors.EventLineError, verification(proposals=[])),
+    "a verification of text": (errors.EventLineError, verification(choices="4")),
+    "a verification without an end": (errors.EventLineError, verification(committed=None)),
+    "a forward of a third model": (errors.ForwardLineError, forward_field(1, "model", "judge")),
+    "drafts as a list": (errors.TraceHeaderError, header_field("draft", [])),
+    "counts as a number": (errors.TraceHeaderError, header_field("speculation", 1)),
     "a text without an id": (errors.TextLineError, appended("texts.jsonl", b'["a","b"]\n')),
     "two texts of one id": (errors.TextLineError, appended("texts.jsonl", b'[7,"eight"]\n')),
     "a name with ..": (errors.ShardNameError, shard_entry("name", "../shard-00000.safetensors")),

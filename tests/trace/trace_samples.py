@@ -35,6 +35,19 @@ CALLS = [
 ]
 
 
+TRIM = {"event": "trim", "request": 1, "model": "draft", "asked": 3, "done": 2, "layers": "0"}
+VERIFY = {
+    "event": "verify",
+    "request": 0,
+    "start": 2,
+    "proposals": [7, 8],
+    "choices": [7, 9],
+    "accepted": 1,
+    "replacement": 9,
+    "committed": [7, 9],
+}
+
+
 def forward_line(number: int, plan: int = 0) -> dict[str, Any]:
     rows = [{"request": r, "slot": r, "start": number, "count": 1, "phase": "decode"} for r in (0, 1)]
     shape = [1, 2]

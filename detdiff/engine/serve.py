@@ -1,0 +1,186 @@
+"""Serving a scenario's requests: the sessions of its models, and the engine of its layout over them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from detdiff.errors import ContextExceeded, DraftMismatch, ModelRunError
+from detdiff.instrument import Plant, Session
+from detdiff.instrument.forward import DRAFT, TARGET, Forward
+from detdiff.instrument.roles import Recording
+from detdiff.instrument.sites import SiteMap
+from detdiff.model import LoadedModel, context_limit, load
+from detdiff.scenario import Scenario
+
+from .leaks import refuse_leaks
+from .packed import Drafting, PackedEngine
+from .padded import PaddedComposer, PaddedRun, run_padded
+from .padded_speculative import Pair, SpeculativeComposer, run_speculative
+from .pages import OnEvent, silent
+from .work import OnToken, Work
+
+OnLogits = Callable[[Forward, mx.array], None]
+Counts = dict[str, dict[str, int]]
+
+
+@dataclass(frozen=True)
+class Models:
+    """A scenario's model, and its draft model where it has one."""
+
+    target: LoadedModel
+    draft: LoadedModel | None = None
+
+    @classmethod
+    def of(
+        cls, scenario: Scenario, loaded: LoadedModel | None = None, draft: LoadedModel | None = None
+    ) -> Models:
+        """Load what is not loaded yet.
+
+        Raises what ``load`` raises, and DraftMismatch for a draft of another vocabulary.
+        """
+        found = loaded or load(scenario.model)
+        if scenario.speculation is None:
+            return cls(found)
+        other = draft or load(scenario.speculation.draft)
+        sizes = found.identity.get("vocab_size"), other.identity.get("vocab_size")
+        if None not in sizes and sizes[0] != sizes[1]:
+            raise DraftMismatch(
+                f"The draft {scenario.speculation.draft!r} has {sizes[1]} token ids and the model {scenario.model!r} has "
+                f"{sizes[0]}; expected one vocabulary, since one proposes tokens to the other. Name a draft that was made "
+                "for this model."
+            )
+        return cls(found, other)
+
+    def notes(self) -> list[str]:
+        """What a trace should say about the two."""
+        if self.draft is None:
+            return []
+        hashes = [model.identity.get("tokenizer_sha256") for model in (self.target, self.draft)]
+        return [] if None in hashes or hashes[0] == hashes[1] else ["the draft's tokenizer is another file"]
+
+    def check(self, work: list[Work]) -> None:
+        """Raises ContextExceeded when a request does not fit the draft's context."""
+        limit = None if self.draft is None else context_limit(self.draft)
+        for item in work if limit is not None else ():
+            if limit is not None and len(item.prompt) + item.max_tokens > limit:
+                raise ContextExceeded(
+                    f"Request {item.id!r} has {len(item.prompt)} prompt tokens and asks for {item.max_tokens} more; the "
+                    f"draft model's context is {limit}. Shorten the prompt, lower max_tokens, or leave out draft."
+                )
+
+
+@dataclass(frozen=True)
+class Sessions:
+    """Taps on the models of a scenario."""
+
+    target: Session
+    draft: Session | None = None
+
+    @classmethod
+    def of(cls, scenario: Scenario, models: Models, plants: tuple[Plant, ...] = ()) -> Sessions:
+        """Sessions on the models, once they are known to run in the scenario's layout. Raises ModelRunError."""
+        draft: Session | None = None
+        try:
+            target = Session(
+                models.target.model,
+                scenario.kernels,
+                plants,
+                models.target.staged,
+                alone=models.draft is None,
+            )
+            if models.draft is not None:
+                draft = Session(
+                    models.draft.model, scenario.kernels, plants, models.draft.staged, after=target
+                )
+            if scenario.schedule.layout == "packed":
+                for loaded in (models.target, models.draft):
+                    if loaded is not None:
+                        refuse_leaks(loaded.model, scenario.kernels, loaded.staged)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ModelRunError(
+                f"The model {scenario.model!r} failed on a first forward of a few tokens: "
+                f"{str(error).splitlines()[0].rstrip('.')}. Expected a model that mlx-lm runs: check its config.json and "
+                "the dtypes of its weights; `--debug` shows where it failed."
+            ) from error
+        return cls(target, draft)
+
+    @property
+    def sites(self) -> dict[str, SiteMap]:
+        """The sites by model."""
+        found = {TARGET: self.target.sites}
+        return found if self.draft is None else {**found, DRAFT: self.draft.sites}
+
+    @contextlib.contextmanager
+    def running(
+        self, recording: Recording | None, on_logits: OnLogits | None, *, packed: bool = False
+    ) -> Iterator[None]:
+        """Taps on for the length of the block."""
+        with contextlib.ExitStack() as stack:
+            for session in (self.target, self.draft):
+                if session is not None:
+                    stack.enter_context(session.running(recording, packed=packed))
+                    session.on_logits = on_logits
+            yield
+
+
+def serve(
+    scenario: Scenario, sessions: Sessions, work: list[Work], on_token: OnToken, event: OnEvent = silent
+) -> Counts:
+    """Run all requests to their ends; the engine's own counts of proposals by request id.
+
+    Raises ModelRunError for what mlx or mlx-lm cannot do with the model.
+    """
+    try:
+        return _serve(scenario, sessions, work, on_token, event)
+    except (RuntimeError, ValueError) as error:
+        # How mlx and mlx-lm say that a class cannot do something: be batched, or run in this dtype on this device.
+        if "Unable to allocate" in str(error):
+            raise
+        raise ModelRunError(
+            f"The model {scenario.model!r} failed while {len(work)} requests ran with schedule {scenario.schedule.kind} "
+            f"in the {scenario.schedule.layout} layout: {str(error).rstrip('.')}. Expected a model that mlx-lm runs so on "
+            "this machine. Try schedule serial, another dtype or another device; `--debug` shows where it failed."
+        ) from error
+
+
+def packed_engine(scenario: Scenario, sessions: Sessions, event: OnEvent = silent) -> PackedEngine:
+    """The engine that a packed scenario runs on."""
+    speculation, drafting = scenario.speculation, None
+    if speculation is not None and sessions.draft is not None:
+        drafting = Drafting(sessions.draft, speculation.drafts)
+    return PackedEngine(sessions.target, drafting, plan=scenario.cache, event=event)
+
+
+def _serve(
+    scenario: Scenario, sessions: Sessions, work: list[Work], on_token: OnToken, event: OnEvent
+) -> Counts:
+    if scenario.schedule.layout == "packed":
+        engine = packed_engine(scenario, sessions, event)
+        engine.run(work, scenario.schedule, on_token)
+        return engine.counts()
+    target, settings = sessions.target, (scenario.schedule, scenario.cache)
+    if scenario.speculation is not None and sessions.draft is not None:
+        speculative = SpeculativeComposer(event)
+        target.compose, sessions.draft.compose = speculative.compose(TARGET), speculative.compose(DRAFT)
+        pair = Pair(target.model, sessions.draft.model, scenario.speculation.drafts)
+        run_speculative(pair, work, settings, speculative, on_token)
+        return {
+            item.id: dict(vars(speculative.counts[item.index]))
+            for item in work
+            if item.index in speculative.counts
+        }
+    composer = PaddedComposer(work)
+    target.compose = composer.compose
+    run_padded(PaddedRun(target.model, scenario.schedule, composer, on_token, scenario.cache, event), work)
+    return {}
+
+
+def identity(models: Models) -> dict[str, Any]:
+    """What a trace's header says of the models."""
+    found: dict[str, Any] = {"model": dict(models.target.identity)}
+    return found if models.draft is None else {**found, "draft": dict(models.draft.identity)}

@@ -1,0 +1,166 @@
+"""Cache entries of one request as arrays by position, read from and put into mlx-lm's caches and the paged one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import ArraysCache
+from numpy.typing import NDArray
+
+from detdiff.engine.pages import PagedCache
+from detdiff.instrument.buffers import handle, memory
+
+from .control import CannotRun
+
+Side = tuple[mx.array, ...]
+"""Keys or values [heads, positions, width] of one request in one layer; a quantised cache has several arrays."""
+
+
+class Entry(NamedTuple):
+    """A cache entry by layer, kind (``K`` or ``V``), head and position."""
+
+    layer: int
+    kind: str
+    head: int
+    position: int
+
+
+class Held(NamedTuple):
+    """What one layer holds of a request: positions ``first`` to ``first`` + n - 1; a recurrent layer holds none."""
+
+    first: int
+    keys: Side
+    values: Side
+
+    @property
+    def end(self) -> int:
+        return self.first + (int(self.keys[0].shape[1]) if self.keys else 0)
+
+
+def held(cache: Any, slot: int = 0) -> Held:
+    """The entries of a slot of a cache, in the order of their positions. Raises CannotRun for a cache of another kind."""
+    if isinstance(cache, PagedCache):
+        keys, values = cache.entries()
+        return Held(0, (handle(keys)[0],), (handle(values)[0],))
+    if isinstance(cache, ArraysCache):
+        return Held(0, (), ())
+    columns, first = _columns(cache, slot)
+    places = mx.array(columns, mx.uint32)
+
+    def side(value: Any) -> Side:
+        return tuple(handle(array)[slot][:, places] for array in _arrays(value))
+
+    return Held(first, side(cache.keys), side(cache.values))
+
+
+def put(cache: Any, entries: Held, slot: int = 0) -> None:
+    """Let a cache hold ``entries``, all of which it must have places for."""
+    if isinstance(cache, PagedCache):
+        cache.put(entries.first, entries.keys[0][None], entries.values[0][None])
+        return
+    columns, first = _columns(cache, slot)
+    at = mx.array(columns[entries.first - first : entries.end - first], mx.uint32)
+    for name, side in (("keys", entries.keys), ("values", entries.values)):
+        new = []
+        for array, rows in zip(_arrays(getattr(cache, name)), side, strict=True):
+            changed, mine = handle(array), handle(array)[slot]
+            mine[:, at] = rows
+            changed[slot] = mine
+            new.append(changed)
+        setattr(
+            cache,
+            name,
+            new[0] if isinstance(getattr(cache, name), mx.array) else type(getattr(cache, name))(new),
+        )
+
+
+def _arrays(side: Any) -> Sequence[mx.array]:
+    return [side] if isinstance(side, mx.array) else list(side)
+
+
+def _columns(cache: Any, slot: int) -> tuple[list[int], int]:
+    """(columns, first): where the entries of a slot lie, oldest first, and the oldest one's position."""
+    name = type(cache).__name__
+    if getattr(cache, "keys", None) is None:
+        raise CannotRun("a cache is still empty before the forward of the flip")
+    if name in ("KVCache", "QuantizedKVCache"):
+        return list(range(cache.offset)), 0
+    if name == "BatchKVCache":
+        padding = int(np.asarray(cache.left_padding)[slot])
+        return list(range(padding, cache._idx)), 0
+    if name == "RotatingKVCache":
+        size = int(cache.keys.shape[2])
+        # Behind the write index there is nothing yet, until it has been there once.
+        count = cache._idx if cache._idx == cache.offset else min(cache.offset, size)
+        return _ring(cache._idx, cache.keep, size, cache.offset, count)
+    raise CannotRun(f"the entries of {name} cannot be put by position")
+
+
+def _ring(index: int, keep: int, size: int, offset: int, count: int) -> tuple[list[int], int]:
+    if keep:
+        raise CannotRun("a rotating cache that keeps its first entries holds no run of positions")
+    columns = [(index - 1 - back) % size for back in reversed(range(count))]
+    return columns, offset - count
+
+
+def differing(a: Sequence[Held], b: Sequence[Held]) -> list[Entry]:
+    """The entries, of positions that both hold, whose bits differ, layer by layer."""
+    found: list[Entry] = []
+    for layer, (mine, theirs) in enumerate(zip(a, b, strict=True)):
+        first, end = max(mine.first, theirs.first), min(mine.end, theirs.end)
+        if first >= end:
+            continue
+        for kind, x, y in (("K", mine.keys, theirs.keys), ("V", mine.values, theirs.values)):
+            unequal: NDArray[np.bool_] | None = None
+            for p, q in zip(x, y, strict=True):
+                if p.dtype != q.dtype:
+                    raise CannotRun("the two runs hold their entries in different dtypes")
+                rows = [
+                    _bits(array[:, first - side.first : end - side.first])
+                    for array, side in ((p, mine), (q, theirs))
+                ]
+                other = (rows[0] != rows[1]).any(axis=-1)
+                unequal = other if unequal is None else unequal | other
+            assert unequal is not None
+            found += [Entry(layer, kind, int(h), first + int(p)) for h, p in np.argwhere(unequal)]
+    return found
+
+
+def _bits(array: mx.array) -> NDArray[Any]:
+    whole = mx.contiguous(array)
+    mx.eval(whole)
+    return memory(whole).numpy().copy()
+
+
+def grafted(own: Held, other: Held, entries: Sequence[Entry]) -> Held:
+    """One layer's ``own`` entries, but for ``entries``, which are taken from ``other``."""
+    sides = []
+    for kind, mine, theirs in (("K", own.keys, other.keys), ("V", own.values, other.values)):
+        chosen = [entry for entry in entries if entry.kind == kind]
+        if not chosen:
+            sides.append(mine)
+            continue
+        heads, positions = (
+            mx.array([getattr(e, name) for e in chosen], mx.uint32) for name in ("head", "position")
+        )
+        new = []
+        for array, source in zip(mine, theirs, strict=True):
+            changed = handle(array)
+            changed[heads, positions - own.first] = source[heads, positions - other.first]
+            new.append(changed)
+        sides.append(tuple(new))
+    return Held(own.first, *sides)
+
+
+def ranges(positions: Sequence[int]) -> list[list[int]]:
+    """Positions as inclusive ranges."""
+    found: list[list[int]] = []
+    for position in sorted(set(positions)):
+        if found and found[-1][1] == position - 1:
+            found[-1][1] = position
+        else:
+            found.append([position, position])
+    return found

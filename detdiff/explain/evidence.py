@@ -1,0 +1,325 @@
+"""The facts that rules ask about: what the traces say, what comparing found, what the controls gave."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+
+from detdiff.compare.divergence import Divergence, Finding, Origin, RequestDivergence
+from detdiff.compare.speculated import Verification
+from detdiff.trace import Trace
+
+from .control import Control
+from .verdict import Evidence
+
+CONTRADICTIONS: Final = {
+    "offset": "an offset that is not the row's position",
+    "trim": "a trim that took off less than was asked",
+    "cache_changed": "a cache entry that is not what was written",
+    "stale": "rows that a trim should have taken off and that were read again",
+    "prefix": "a prefix taken over from other tokens",
+    "page": "a physical page with two owners",
+    "token_in": "a row that was fed another token though none before it differs",
+    "choice": "a verification that takes another token than its row's logits choose",
+    "acceptance": "acceptance counts that are not the engine's own",
+}
+"""Findings of compare that no rounding can make, by name."""
+
+QUANTISES: Final = ("kv_bits", "kv_group_size", "kv_start")
+"""Settings that decide how the cache is quantised."""
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What both traces say beyond what comparing says.
+
+    ``quantised_a`` and ``quantised_b`` are (position, last forward before it) of each quantisation of a cache, in order.
+    ``not_finite`` lists (run, request id, generated index) of the first token in each run that was chosen from logits with
+    a NaN or an infinite top.
+    """
+
+    quantised_a: tuple[tuple[int, int], ...] = ()
+    quantised_b: tuple[tuple[int, int], ...] = ()
+    not_finite: tuple[tuple[str, str, int], ...] = ()
+
+    @classmethod
+    def of(cls, a: Trace, b: Trace) -> Recorded:
+        """Read both traces' events and tokens."""
+        return cls(
+            _quantised(a),
+            _quantised(b),
+            tuple(found for run, trace in (("a", a), ("b", b)) for found in _not_finite(run, trace)),
+        )
+
+
+def rows_seen(origin: Origin, run: str) -> int | None:
+    """The rows that the operation saw; where no kernel call was recorded, those of its forward, padding not counted."""
+    rows = origin.rows_a if run == "a" else origin.rows_b
+    whole = origin.composition_a if run == "a" else origin.composition_b
+    return whole.rows if rows is None and whole is not None else rows
+
+
+def seen(origin: Origin, run: str) -> str:
+    """A side's kernel path and rows, such as ``native on 3 rows``."""
+    path = origin.path_a if run == "a" else origin.path_b
+    rows = rows_seen(origin, run)
+    return f"{path or 'native'} on {'unknown rows' if rows is None else f'{rows:,} row' + 's' * (rows != 1)}"
+
+
+def _quantised(trace: Trace) -> tuple[tuple[int, int], ...]:
+    return tuple(
+        (int(event["position"]), int(event["forward"]))
+        for event in trace.events()
+        if event["event"] == "quantise"
+    )
+
+
+def _not_finite(run: str, trace: Trace) -> Iterator[tuple[str, str, int]]:
+    generated = trace.generated(lens=False)
+    if not generated.top_logits.size:
+        return
+    # A forbidden token's logit may be minus infinity.
+    wrong = np.flatnonzero((np.isnan(generated.top_logits) | (generated.top_logits == np.inf)).any(axis=1))
+    if len(wrong):
+        first = int(wrong[0])
+        yield run, str(trace.requests[int(generated.request[first])]["id"]), int(generated.index[first])
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known when a rule is asked. ``divergence`` is None where nothing could be compared, and ``why`` says why."""
+
+    divergence: Divergence | None
+    recorded: Recorded = field(default_factory=Recorded)
+    controls: Mapping[str, Control] = field(default_factory=dict)
+    why: str = ""
+
+    def result(self, control: str) -> str:
+        """A control's result; ``not_run`` for one that was not asked for."""
+        found = self.controls.get(control)
+        return "not_run" if found is None else found.result
+
+    def detail(self, control: str, key: str, default: Any = None) -> Any:
+        """A figure of a control's detail."""
+        found = self.controls.get(control)
+        return default if found is None else found.detail.get(key, default)
+
+    @property
+    def parted(self) -> tuple[RequestDivergence, ...]:
+        """The requests that part."""
+        return () if self.divergence is None else tuple(r for r in self.divergence.requests if r.rung)
+
+    @property
+    def first(self) -> RequestDivergence | None:
+        """The request with the first origin in execution order."""
+        if self.divergence is None:
+            return None
+        return next((r for r in self.divergence.requests if r.id == self.divergence.first), None)
+
+    @property
+    def origin(self) -> Origin | None:
+        """The first origin in execution order."""
+        return None if self.first is None else self.first.origin
+
+    @property
+    def contradictions(self) -> tuple[Finding, ...]:
+        """What the bookkeeping of a run says against its rows, but for what a quantisation of the cache explains."""
+        if self.divergence is None:
+            return ()
+        findings = (*self.divergence.bookkeeping, *self.divergence.workload)
+        return tuple(f for f in findings if f.what in CONTRADICTIONS and not self._quantises(f))
+
+    def _quantises(self, finding: Finding) -> bool:
+        """Whether the cache was quantised right before the forward that saw it changed."""
+        if not finding.what.startswith("cache_changed"):
+            return False
+        sides = {"a": self.recorded.quantised_a, "b": self.recorded.quantised_b}
+        asked = sides.get(finding.run, (*self.recorded.quantised_a, *self.recorded.quantised_b))
+        if finding.forward is None:
+            return bool(asked)
+        return any(finding.forward in (forward, forward + 1) for _, forward in asked)
+
+    @property
+    def quantised_apart(self) -> bool:
+        """Whether the runs quantised a cache at different positions."""
+        positions = [
+            [position for position, _ in side]
+            for side in (self.recorded.quantised_a, self.recorded.quantised_b)
+        ]
+        return positions[0] != positions[1]
+
+    @property
+    def before_quantisation(self) -> bool:
+        """Whether an origin precedes every quantisation of the run that it is of."""
+        forwards = [
+            min((forward for _, forward in side), default=None)
+            for side in (self.recorded.quantised_a, self.recorded.quantised_b)
+        ]
+        origins = [request.origin for request in self.parted if request.origin is not None]
+        return any(
+            all(
+                forward is None or at <= forward
+                for at, forward in zip((origin.forward_a, origin.forward_b), forwards, strict=True)
+            )
+            for origin in origins
+        )
+
+    @property
+    def settings(self) -> tuple[str, ...]:
+        """Settings that change what is computed, whatever the rows of a forward, and that differ between the sides."""
+        if self.divergence is None:
+            return ()
+        a, b = self.divergence.a.scenario, self.divergence.b.scenario
+        return tuple(f"{key} {a.get(key)} and {b.get(key)}" for key in QUANTISES if a.get(key) != b.get(key))
+
+    @property
+    def asked_otherwise(self) -> tuple[Finding, ...]:
+        """Requests whose sampling or limits differ between the sides."""
+        if self.divergence is None:
+            return ()
+        return tuple(finding for finding in self.divergence.workload if finding.what == "settings")
+
+    @property
+    def chosen_otherwise(self) -> tuple[RequestDivergence, ...]:
+        """Requests whose every compared digest is equal up to a token that differs, where nothing else parts."""
+        if any(request.differing for request in self.parted):
+            return ()
+        return tuple(
+            request for request in self.parted if request.rung == "tokens" or request.flip is not None
+        )
+
+    @property
+    def path_change(self) -> bool:
+        """Whether the first origin's operation took another path, by another rule or on another number of rows."""
+        origin = self.origin
+        if origin is None:
+            return False
+        return (origin.path_a, origin.rule_a, rows_seen(origin, "a")) != (
+            origin.path_b,
+            origin.rule_b,
+            rows_seen(origin, "b"),
+        )
+
+    @property
+    def shows(self) -> bool:
+        """Whether a token, a cache entry or a logit differs: what re-runs under other paths are compared by."""
+        return any(
+            request.flip is not None
+            or request.cache_entry is not None
+            or any(margin.margin_a != margin.margin_b for margin in request.margins)
+            or any(count.kind in ("head", "logits") for count in request.origins)
+            for request in self.parted
+        )
+
+    @property
+    def read_otherwise(self) -> tuple[tuple[str, Origin], ...]:
+        """First origins, by request, at which a cache was read otherwise than it was written."""
+        return tuple(
+            (request.id, request.origin)
+            for request in self.parted
+            if request.origin is not None and request.origin.how in ("changed", "visible")
+        )
+
+    def evidence(self) -> tuple[Evidence, ...]:
+        """All facts worth reporting, whatever decides."""
+        return tuple(_evidence(self))
+
+
+def _evidence(facts: Facts) -> Iterator[Evidence]:
+    divergence = facts.divergence
+    if divergence is None:
+        yield Evidence("not_compared", facts.why)
+        return
+    c = divergence.compared
+    figures = {"requests": c.requests, "rows": c.rows, "digests": c.digests, "differing": c.differing}
+    yield Evidence(
+        "compared",
+        f"{c.requests:,} requests, {c.rows:,} rows and {c.digests:,} digests were compared; {c.differing:,} differ",
+        figures,
+    )
+    for finding in facts.contradictions:
+        where = {
+            "run": finding.run,
+            "request": finding.request,
+            "forward": finding.forward,
+            "what": finding.what,
+        }
+        yield Evidence("contradiction", finding.detail, where)
+    for finding in facts.asked_otherwise:
+        yield Evidence("settings", finding.detail, {"request": finding.request})
+    if facts.settings:
+        yield Evidence("settings", f"the sides were asked for other caches: {'; '.join(facts.settings)}")
+    if facts.recorded.quantised_a or facts.recorded.quantised_b:
+        places = {
+            "a": [position for position, _ in facts.recorded.quantised_a],
+            "b": [position for position, _ in facts.recorded.quantised_b],
+        }
+        yield Evidence(
+            "quantised",
+            f"the cache was quantised at position {_list(places['a'])} in a and {_list(places['b'])} in b",
+            places,
+        )
+    for run, request, index in facts.recorded.not_finite:
+        yield Evidence(
+            "not_finite",
+            f"in run {run}, token {index} of {request} was chosen from logits that are not finite",
+            {"run": run, "request": request, "index": index},
+        )
+    if facts.origin is not None and facts.first is not None:
+        yield _birth(facts.first.id, facts.origin)
+    for each in divergence.requests:
+        if each.verification is not None:
+            yield from _speculation(each.id, each.verification)
+
+
+def _speculation(id: str, found: Verification) -> Iterator[Evidence]:
+    if found.flip_a is not None or found.flip_b is not None:
+        yield _proposals(
+            id, *(None if each is None else each.proposal for each in (found.flip_a, found.flip_b))
+        )
+    sides = {run: side for run, side in (("a", found.a), ("b", found.b)) if side is not None}
+    said = " and ".join(
+        f"{side.accepted} of {side.proposed} drafts accepted in {run}" for run, side in sides.items()
+    )
+    agrees = [side.agrees for side in sides.values()]
+    own = "THE ENGINE COUNTED OTHERWISE" if False in agrees else "the engine counted the same"
+    own = "the engine did not count" if None in agrees else own
+    counts = {run: {"proposed": side.proposed, "accepted": side.accepted} for run, side in sides.items()}
+    yield Evidence(
+        "acceptance", f"{id}: {said}; {own}", {"request": id, **counts, "engine_equal": all(agrees)}
+    )
+
+
+def _proposals(request: str, a: int | None, b: int | None) -> Evidence:
+    if a is None and b is None:
+        said = "no run had a draft for the flip's token"
+    elif a is None or b is None:
+        run = "b" if a is None else "a"
+        said = f"run {run} had a draft for the flip's token ({b if a is None else a}), the other none"
+    elif a == b:
+        said = f"both runs had the same draft for the flip's token ({a}): the target decided differently, not the draft"
+    else:
+        said = f"the drafts for the flip's token differ: {a} in a, {b} in b"
+    return Evidence("proposals", said, {"request": request, "a": a, "b": b, "equal": a == b})
+
+
+def _birth(request: str, origin: Origin) -> Evidence:
+    said = (
+        f"the first difference is born at {origin.site} ({origin.kind}), position {origin.position} of {request}, where "
+        f"inputs are bit-equal: {seen(origin, 'a')} in a, {seen(origin, 'b')} in b"
+    )
+    detail = {
+        name: getattr(origin, name)
+        for name in (
+            "site", "kind", "layer", "position", "how", "forward_a", "forward_b", "rows_a", "rows_b", "path_a", "path_b",
+            "rule_a", "rule_b",
+        )
+    }  # fmt: skip
+    return Evidence("birth", said, {"request": request, **detail})
+
+
+def _list(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "") if numbers else "none"

@@ -1,0 +1,111 @@
+"""How near each generated token was to another choice: its margin beside what a change of kernels does to logits.
+
+Two runs that chose the same tokens so far show, token by token, by how much rounding moved the difference of the two
+highest logits. Those movements are the measure: a token whose margin is smaller than many of them is fragile. Nothing
+about their distribution is assumed, except that rounding favours no side.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from detdiff.compare.requests import Steps
+from detdiff.errors import NothingComparable
+from detdiff.trace import Trace
+
+Float64 = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Fragility:
+    """One generated token. ``margin`` is the top logit minus the second one; ``delta`` by how much the other run moved
+    it, None where the other run cannot say; ``chance`` that a change like the measured ones flips the token."""
+
+    request: str
+    index: int
+    token: int
+    margin: float
+    delta: float | None
+    chance: float
+
+
+@dataclass(frozen=True, eq=False)
+class Movements:
+    """How far a change of kernels moved margins: absolute values, float64 [n], ascending."""
+
+    sizes: Float64
+
+    @classmethod
+    def between(cls, a: Trace, b: Trace) -> Movements:
+        """From every token that both runs chose after equal tokens, the flip's own included.
+
+        Raises NothingComparable where the traces share none.
+        """
+        sizes = [delta for _, _, delta in _deltas(a, b) if delta is not None]
+        if not sizes:
+            raise NothingComparable(
+                f"Run a ({a.path}) and run b ({b.path}) share no generated token whose two highest logits are known in both. "
+                "Expected requests of the same id that generate at least one token each. Record both again."
+            )
+        return cls(np.sort(np.abs(np.array(sizes, np.float64))))
+
+    def chance(self, margin: float) -> float:
+        """The chance that one of these movements, of either sign alike, reverses a margin.
+
+        A movement that equals the margin makes a tie, which either token may win; a tie that does not move stays as it
+        was decided. Add-one smoothing keeps what was never seen possible.
+        """
+        count = len(self.sizes)
+        above = count - int(np.searchsorted(self.sizes, margin, side="right"))
+        ties = count - int(np.searchsorted(self.sizes, margin, side="left")) - above if margin > 0 else 0
+        return (above + ties / 2 + 1) / (2 * (count + 2))
+
+
+def fragility(a: Trace, b: Trace, movements: Movements | None = None) -> tuple[Fragility, ...]:
+    """Every token of run ``a`` up to each request's flip, most fragile first.
+
+    ``movements`` are those between the two runs unless others are given, such as those of other prompts. Raises
+    NothingComparable where the traces share no token.
+    """
+    movements = movements or Movements.between(a, b)
+    found = []
+    for request, steps, index, delta in _tokens(a, b):
+        margin = float(steps.margins()[index])
+        chance = movements.chance(margin)
+        found.append(Fragility(request, index, int(steps.token[index]), margin, delta, chance))
+    return tuple(sorted(found, key=lambda token: (-token.chance, token.request, token.index)))
+
+
+def _deltas(a: Trace, b: Trace) -> list[tuple[str, int, float | None]]:
+    return [(request, index, delta) for request, _, index, delta in _tokens(a, b)]
+
+
+def _tokens(a: Trace, b: Trace) -> list[tuple[str, Steps, int, float | None]]:
+    """(request, its steps in a, index, movement) of the tokens up to each flip."""
+    numbers = {str(request["id"]): number for number, request in enumerate(b.requests)}
+    made = {"a": a.generated(), "b": b.generated()}
+    found = []
+    for number, request in enumerate(a.requests):
+        name = str(request["id"])
+        if name not in numbers or list(request["tokens"]) != list(b.requests[numbers[name]]["tokens"]):
+            continue
+        steps_a, steps_b = Steps.of(made["a"], number), Steps.of(made["b"], numbers[name])
+        for index in range(min(len(steps_a), len(steps_b))):
+            found.append((name, steps_a, index, _movement(steps_a, steps_b, index)))
+            if steps_a.token[index] != steps_b.token[index]:
+                break
+    return found
+
+
+def _movement(a: Steps, b: Steps, index: int) -> float | None:
+    """By how much the logits of a's two highest tokens moved against each other, where b knows both."""
+    if a.top_ids.shape[1] < 2:
+        return None
+    places = [np.flatnonzero(b.top_ids[index] == token) for token in a.top_ids[index, :2]]
+    if not all(len(place) for place in places):
+        return None
+    first, second = (float(b.top_logits[index, place[0]]) for place in places)
+    return (first - second) - float(a.top_logits[index, 0]) + float(a.top_logits[index, 1])

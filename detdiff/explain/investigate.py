@@ -1,0 +1,162 @@
+"""explain: two runs in, a verdict out. Records what has to be recorded, runs the controls, asks the rules."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from detdiff.compare import Divergence, compare
+from detdiff.errors import CommandError, DetdiffError, Interrupted, NothingComparable, ReplayError
+from detdiff.model import LoadedModel
+from detdiff.scenario import Scenario
+from detdiff.trace import Trace
+
+from .case import Case
+from .control import NOT_RUN, Budget, CannotRun, Control
+from .evidence import Facts, Recorded
+from .rules import RULES, decide, deciding
+from .verdict import Verdict
+
+Progress = Callable[[int, int], None]
+OnControl = Callable[[str], None]
+Run = Trace | Scenario | Path | str
+
+ORDER: Final = (
+    "repeat",
+    "oracle",
+    "finite",
+    "policy",
+    "hold_path",
+    "neighbour_content",
+    "relax",
+    "graft_in",
+    "graft_out",
+    "neighbour_length",
+    "dtype",
+)
+"""What is run, in order. ``finite`` and ``policy`` only where something speaks for them, unless they are asked for."""
+DECIDING: Final = tuple(dict.fromkeys(name for rule in RULES for name in rule.because if name in ORDER))
+"""The controls that a verdict can rest on; the others say more of what it is about."""
+_TEMPORARY: Final = re.compile(r"[^\s()]*detdiff-explain-[^\s()/]+/([ab])\b")
+"""Where a side was recorded, which is gone when a message is read."""
+
+
+def explain(
+    a: Run,
+    b: Run,
+    *,
+    controls: Sequence[str] | None = None,
+    budget: int | Budget | None = None,
+    loaded: LoadedModel | None = None,
+    draft: LoadedModel | None = None,
+    progress: Progress | None = None,
+    on_control: OnControl | None = None,
+) -> Verdict:
+    """Why run ``b`` parts from run ``a``: traces, which are run again where a control needs it, or scenarios.
+
+    ``controls`` names those to run, all of them whatever the first ones give; None runs them in ``ORDER`` and ends where
+    the rules are sure. ``budget`` limits the re-runs. ``loaded`` is the model of both runs, and ``draft`` their draft
+    model, where they are loaded already. ``progress`` is called with tokens so far and at most, ``on_control`` before each
+    control. Raises CommandError for an unknown control, and what reading, loading and running raise.
+    """
+    wanted = _wanted(controls)
+    try:
+        sides = [_opened(run) for run in (a, b)]
+        sure = _without_model(sides) if controls is None else None
+        if sure is not None:
+            return decide(sure)
+        case = Case.of(sides[0], sides[1], loaded=loaded, draft=draft, budget=budget, progress=progress)
+    except NothingComparable as error:
+        return decide(Facts(None, why=_TEMPORARY.sub(r"side \1", str(error))))
+    divergence = _named(case.divergence, sides)
+    facts = Facts(divergence, Recorded.of(case.a, case.b))
+    return decide(_run(case, facts, wanted, controls is not None, on_control))
+
+
+def _wanted(controls: Sequence[str] | None) -> tuple[str, ...]:
+    unknown = [name for name in controls or () if name not in ORDER]
+    if unknown:
+        raise CommandError(
+            f"There is no control {unknown[0]!r}; expected one of {', '.join(ORDER)}. Correct the name."
+        )
+    return ORDER if controls is None else tuple(name for name in ORDER if name in controls)
+
+
+def _opened(run: Run) -> Trace | Scenario:
+    if isinstance(run, Trace | Scenario):
+        return run
+    path = Path(run)
+    return Trace.open(path, checked=True) if path.is_dir() else Scenario.from_toml(path)
+
+
+def _without_model(sides: Sequence[Trace | Scenario]) -> Facts | None:
+    """What two traces say, where that decides at once."""
+    a, b = sides
+    if not (isinstance(a, Trace) and isinstance(b, Trace)):
+        return None
+    divergence = compare(a, b)
+    facts = Facts(divergence, Recorded.of(a, b))
+    return facts if deciding(facts).stops == () else None
+
+
+def _named(divergence: Divergence, given: Sequence[Trace | Scenario]) -> Divergence:
+    """The answer without paths of traces that are gone when it is read."""
+    names = {
+        side: replace(getattr(divergence, side), trace=f"{side} (not kept)")
+        for side, run in zip("ab", given, strict=True)
+        if isinstance(run, Scenario)
+    }
+    return replace(divergence, **names) if names else divergence
+
+
+def _run(
+    case: Case, facts: Facts, wanted: Sequence[str], all_of_them: bool, on_control: OnControl | None
+) -> Facts:
+    done: dict[str, Control] = {}
+    if not all_of_them and deciding(facts).stops == ():
+        return facts
+    for name in wanted:
+        rule = deciding(facts)
+        if not all_of_them:
+            if rule.stops is not None and all(each in done for each in rule.stops):
+                done[name] = Control(name, NOT_RUN, f"the rule {rule.name} decides without it", 0, 0.0)
+                continue
+            if not _speaks_for(name, facts):
+                continue
+        if on_control is not None:
+            on_control(name)
+        done[name] = run_control(case, name)
+        facts = replace(facts, controls=dict(done))
+    return replace(facts, controls=done)
+
+
+def _speaks_for(name: str, facts: Facts) -> bool:
+    """Whether a control that few cases need is worth its re-runs."""
+    if name == "finite":
+        return bool(facts.recorded.not_finite) or bool(facts.detail("oracle", "not_finite"))
+    return name != "policy" or facts.quantised_apart
+
+
+def run_control(case: Case, name: str) -> Control:
+    """One control; ``not_run`` with the reason where it does not apply, the model cannot run so, or the budget is spent.
+
+    Raises ReplayError where a trace is not that of this machine, which no control can make up for.
+    """
+    try:
+        return _functions()[name](case)
+    except (ReplayError, Interrupted):
+        raise
+    except (CannotRun, DetdiffError) as error:
+        return Control(name, NOT_RUN, str(error), 0, 0.0)
+
+
+def _functions() -> Mapping[str, Callable[[Case], Control]]:
+    from .controls import CONTROLS
+    from .finite import finite
+    from .oracle_control import oracle
+    from .policy_control import policy
+
+    return {**CONTROLS, "finite": finite, "policy": policy, "oracle": oracle}

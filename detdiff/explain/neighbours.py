@@ -1,0 +1,200 @@
+"""The controls ``neighbour_content`` and ``neighbour_length``: what the other requests say, and how long it is."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from detdiff.compare import CacheEntry, Composition, Origin, RequestDivergence, compare
+from detdiff.scenario import Request, Scenario
+from detdiff.trace import Trace
+
+from .case import Case, Side
+from .control import CannotRun
+from .outcome import Outcome
+
+SEED = 4
+
+
+def neighbour_content(case: Case) -> Outcome:
+    """Other text of the same length for all requests but one: nothing of that one may change.
+
+    Looked at up to the first forward that is composed otherwise (another text may end or be verified elsewhere). Result
+    ``equal``; ``differs``, a leak, with the first changed site and cache entry; or ``undecided`` where the first change is
+    at an expert layer, whose rows are put together by what they say.
+    """
+    side, id = _subject(case)
+    trace = case.trace(side)
+    scenario = _changed(case, side, id, lambda tokens, draw: [draw() for _ in tokens], keep_length=True)
+    again = case.record(scenario, side)
+    alike = _alike_forwards(trace, again)
+    found = compare(trace, again).request(id)
+    first = _first(found, alike)
+    detail: dict[str, Any] = {
+        "side": side,
+        "request": id,
+        "forwards_alike": alike,
+        "forwards": len(trace.forwards()),
+    }
+    others = f"the other {len(scenario.requests) - 1} requests"
+    if first is None:
+        said = f"with other text of the same length in {others} of side {side}, no bit of {id} changed in the first {alike} forwards"
+        return Outcome("equal", said, detail)
+    detail |= first
+    if first.get("kind") == "switch":
+        said = (
+            f"with other text in {others} of side {side}, {id} changed first at the expert layer {first['where']}, whose "
+            "calls hold the rows of all requests that chose an expert"
+        )
+        return Outcome("undecided", said, detail)
+    said = f"with other text of the same length in {others} of side {side}, {id} changed, first at {first['where']}"
+    return Outcome("differs", said, detail)
+
+
+def neighbour_length(case: Case) -> Outcome:
+    """The other requests one token shorter (longer, where they have one). Result ``equal`` or ``differs``: shapes change,
+    so kernels may, and only together with ``neighbour_content`` does it say anything."""
+    side, id = _subject(case)
+    scenario = _changed(
+        case,
+        side,
+        id,
+        lambda tokens, draw: tokens[:-1] if len(tokens) > 1 else [*tokens, draw()],
+        keep_length=False,
+    )
+    again = case.record(scenario, side)
+    found = compare(case.trace(side), again).request(id)
+    detail: dict[str, Any] = {"side": side, "request": id}
+    first = _first(found, None)
+    if found.rung is None or first is None:
+        return Outcome("equal", f"with the other requests one token shorter, no bit of {id} changed", detail)
+    said = f"with the other requests one token shorter, {id} changed, first at {first['where']}"
+    return Outcome("differs", said, detail | first)
+
+
+def _subject(case: Case) -> tuple[Side, str]:
+    """The side in which the focus shares more forwards with others, and its id there."""
+    id = case.focus.id
+    shared = {side: _company(case.trace(side), case.number(side, id)) for side in "ab"}
+    side = "a" if shared["a"] > shared["b"] else "b"
+    if len(case.ids(side)) < 2:
+        raise CannotRun(f"{id} is the only request, so it has no neighbours")
+    return side, id
+
+
+def _company(trace: Trace, number: int) -> int:
+    members = [{row["request"] for row in line["rows"]} for line in trace.forwards()]
+    return sum(number in them and len(them) > 1 for them in members)
+
+
+def _changed(
+    case: Case,
+    side: Side,
+    id: str,
+    change: Callable[[list[int], Callable[[], int]], list[int]],
+    *,
+    keep_length: bool,
+) -> Scenario:
+    trace, scenario = case.trace(side), case.scenario(side)
+    size = case.loaded.identity.get("vocab_size") or max(max(r["tokens"]) for r in trace.requests) + 1
+    stops = set(case.loaded.tokenizer.eos_token_ids)
+    random_ = random.Random(SEED)
+    usable = [token for token in range(int(size)) if token not in stops]
+
+    def draw() -> int:
+        return random_.choice(usable)
+
+    generated = trace.generated()
+    requests: list[Request] = []
+    for number, request in enumerate(scenario.requests):
+        if request.id == id:
+            requests.append(request)
+            continue
+        given = list(trace.requests[number]["tokens"])
+        new = replace(request, prompt=None, tokens=tuple(change(given, draw)), chat=False)
+        if keep_length:
+            # So that it ends when it ended before, whatever it says.
+            count = int((generated.request == number).sum())
+            new = replace(new, max_tokens=max(1, count), ignore_stop=True)
+        requests.append(new)
+    forced = None if scenario.force_tokens is None else scenario.force_tokens
+    if forced is not None:
+        raise CannotRun("the tokens of all requests are forced, so no neighbour can say something else")
+    return replace(scenario, requests=tuple(requests))
+
+
+def _alike_forwards(a: Trace, b: Trace) -> int:
+    """How many forwards from the first on hold the same rows of the same requests."""
+    lines = [[(line["shape"], line["rows"]) for line in trace.forwards()] for trace in (a, b)]
+    alike = 0
+    for x, y in zip(*lines, strict=False):
+        if x != y:
+            break
+        alike += 1
+    return alike
+
+
+@dataclass(frozen=True)
+class _Found:
+    """Something that changed: the forward it was in, and how it is told."""
+
+    forward: int
+    detail: dict[str, Any]
+
+
+def _first(request: RequestDivergence, alike: int | None) -> dict[str, Any] | None:
+    """The first change, in the forwards that are alike; its cache entry beside it."""
+    origin, entry = request.origin, request.cache_entry
+    found: list[_Found] = []
+    if origin is not None:
+        found.append(_Found(origin.forward_a, _origin(origin)))
+    if entry is not None:
+        found.append(_Found(entry.written_a, _entry(entry)))
+    if request.flip is not None and request.flip.forward_a is not None:
+        where = {"where": f"token {request.flip.index}", "position": request.flip.position}
+        found.append(_Found(request.flip.forward_a, where))
+    found = [each for each in found if alike is None or each.forward < alike]
+    if not found:
+        return None
+    first = min(found, key=lambda each: each.forward).detail
+    if entry is not None and (alike is None or entry.written_a < alike):
+        first = {**first, "entry": _entry(entry)}
+    return first
+
+
+def _origin(origin: Origin) -> dict[str, Any]:
+    where = f"{origin.site}, position {origin.position}"
+    head = None
+    if origin.changes:
+        # The write that went wrong, where a cache entry is not what was written.
+        change = origin.changes[0]
+        head = change.head
+        where = f"{change.kind} of layer {change.layer}, head {change.head}, position {change.position} (seen at {origin.site})"
+    return {
+        "where": where,
+        "site": origin.site,
+        "kind": origin.kind,
+        "layer": origin.layer,
+        "head": head,
+        "position": origin.position,
+        "forward": origin.forward_a,
+        "composition": _members(origin.composition_a),
+    }
+
+
+def _entry(entry: CacheEntry) -> dict[str, Any]:
+    return {
+        "where": f"{entry.kind} of layer {entry.layer}, head {entry.head}, position {entry.position}",
+        "layer": entry.layer,
+        "head": entry.head,
+        "position": entry.position,
+        "entry_kind": entry.kind,
+        "forward": entry.written_a,
+    }
+
+
+def _members(composition: Composition | None) -> list[dict[str, Any]]:
+    members = () if composition is None else composition.members
+    return [{"request": m.request, "phase": m.phase, "start": m.start, "rows": m.rows} for m in members]

@@ -1,0 +1,196 @@
+"""The control ``oracle``: origins computed again in float64 from what they were given, and both sides scored by it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+import numpy as np
+
+from detdiff.errors import OracleRefused
+from detdiff.scenario import Capture, Scenario
+from detdiff_kernels import UnsupportedFormat
+
+from .arithmetic import Arithmetic
+from .captured import DRAFT, Captured, Gathered
+from .case import Case
+from .control import Control
+from .judged import Judged, Scores
+from .oracle import judge
+from .origins import Born, origins
+from .pattern import pattern
+
+AT_MOST: Final = 40
+"""Origins that are judged, if there are more: the first of each site kind and path pair, then evenly spread ones."""
+LARGEST: Final = 8
+_LOOKED_AT: Final = 1000
+"""Further ones: those with the largest differences among what was captured for the others."""
+
+
+def oracle(case: Case) -> Control:
+    """Judge the origins of a case on both sides, in units of the rounding bound of each side's path.
+
+    Result ``inside``, ``outside`` or ``not_run``. Costs one re-run of each side, which captures the values.
+    """
+    started = time.perf_counter()
+    born = origins(case.a, case.b)
+    if not born:
+        return _not_run("no operation was found whose inputs are equal and whose outputs are not", started)
+    chosen = sample(born)
+    scores, forwards = Scores(len(born)), 0
+    for each in chosen:
+        if each.site.kind == "cache_read":
+            scores.changed(each)
+    plain = [each for each in chosen if each.how != "composite" and each.site.kind != "cache_read"]
+    for each in chosen:
+        if each.how == "composite":
+            scores.skip(each, "composites have no bound of one operation")
+    if plain:
+        sides = [
+            _captured(case, scenario, side, plain)
+            for side, scenario in (("a", case.scenario_a), ("b", case.scenario_b))
+        ]
+        forwards = sum(len(side.trace.forwards()) for side in sides)
+        again = _again(sides, born)
+        if again is not None:
+            return _not_run(again, started, forwards)
+        taken = {id(each) for each in plain}
+        plain += [each for each in _largest(born, sides) if id(each) not in taken]
+        for group in _groups(plain):
+            _judge(case, sides, group, scores)
+    worst = scores.first_outside()
+    affected = "" if worst is None else pattern(case.a, case.b, worst.born.site.name, worst.run)
+    detail = scores.detail(affected)
+    return Control("oracle", scores.result, scores.said(), forwards, time.perf_counter() - started, detail)
+
+
+def _not_run(why: str, started: float, forwards: int = 0) -> Control:
+    return Control("oracle", "not_run", why, forwards, time.perf_counter() - started, {})
+
+
+def sample(born: Sequence[Born], at_most: int = AT_MOST) -> list[Born]:
+    """All origins, or the first of each site kind and path pair and others evenly spread, in execution order."""
+    if len(born) <= at_most:
+        return list(born)
+    firsts: dict[tuple[str, str | None, str | None], int] = {}
+    for place, each in enumerate(born):
+        firsts.setdefault(each.group, place)
+    places = set(list(firsts.values())[:at_most])
+    spread = np.linspace(0, len(born) - 1, at_most).astype(int).tolist()
+    for place in spread:
+        if len(places) < at_most:
+            places.add(place)
+    return [born[place] for place in sorted(places)]
+
+
+def _captured(case: Case, scenario: Scenario, side: str, chosen: Sequence[Born]) -> Captured:
+    """A re-run that keeps the values of the chosen sites, and the cache entries that they need."""
+    layers = {
+        (each.site.layer, each.site.name.startswith(DRAFT))
+        for each in chosen
+        if each.site.kind in ("attention", "rope")
+    }
+    writes = {
+        site.name
+        for site in case.a.sites
+        if site.kind == "cache_write" and (site.layer, site.name.startswith(DRAFT)) in layers
+    }
+    positions = [each.position for each in chosen]
+    reads = any(each.site.kind == "attention" for each in chosen)
+    capture = Capture(
+        level="window",
+        requests=tuple(dict.fromkeys(each.request for each in chosen)),
+        positions=(0 if reads else min(positions), max(positions)),
+        sites=tuple(sorted({each.site.name for each in chosen} | writes)),
+        digest=scenario.capture.digest,
+        memory_mb=scenario.capture.memory_mb,
+    )
+    return Captured(case.record(replace(scenario, capture=capture), side))
+
+
+def _again(sides: Sequence[Captured], born: Sequence[Born]) -> str | None:
+    """Why the captured re-runs are not those that are asked about; None where they are."""
+    found = {
+        (each.site.name, each.request, each.position) for each in origins(sides[0].trace, sides[1].trace)
+    }
+    asked = {(each.site.name, each.request, each.position) for each in born}
+    if found != asked:
+        return "the re-runs that captured values have other origins than the runs, which do not repeat"
+    return None
+
+
+def _largest(born: Sequence[Born], sides: Sequence[Captured]) -> list[Born]:
+    """Those with the largest differences, over the size of the output, whose values were captured anyway."""
+    kept = set(sides[0].trace.scenario["window_sites"])
+    places = [
+        place
+        for place, each in enumerate(born)
+        if each.how == "leaf" and each.site.kind != "cache_write" and each.site.name in kept
+    ]
+    # Reading values one by one takes longer than comparing all digests.
+    places = places[:: -(-len(places) // _LOOKED_AT) or 1]
+    sizes: list[tuple[float, int]] = []
+    for place in places:
+        each = born[place]
+        port = each.site.outputs[0]
+        found = [
+            side.value(row, each.site.name, port)
+            for side, row in zip(sides, (each.row_a, each.row_b), strict=True)
+        ]
+        if any(value is None for value in found):
+            continue
+        a, b = (value.numbers() for value in found if value is not None)
+        with np.errstate(all="ignore"):
+            size = float(np.max(np.abs(a - b)) / max(float(np.sqrt(np.mean(np.square(a)))), 1e-30))
+        sizes.append((size if np.isfinite(size) else np.inf, place))
+    return [born[place] for _, place in sorted(sizes, reverse=True)[:LARGEST]]
+
+
+def _groups(chosen: Sequence[Born]) -> Iterator[list[Born]]:
+    """Rows of one site and one forward on each side together; attention row by row."""
+    groups: dict[Any, list[Born]] = {}
+    for each in chosen:
+        key: tuple[Any, ...] = (
+            each.site.name,
+            each.request,
+            each.forward_a,
+            each.forward_b,
+            each.call_a,
+            each.call_b,
+        )
+        if each.site.kind == "attention":
+            key = (*key, each.position)
+        groups.setdefault(key, []).append(each)
+    yield from groups.values()
+
+
+def _judge(case: Case, sides: Sequence[Captured], group: list[Born], scores: Scores) -> None:
+    first = group[0]
+    try:
+        found = []
+        operation = None
+        both = ([each.row_a for each in group], [each.row_b for each in group])
+        for captured, call, rows in zip(sides, (first.call_a, first.call_b), both, strict=True):
+            gathered = Gathered(
+                _model(case, first.site.name.startswith(DRAFT)), captured, first.site, first.request, rows
+            )
+            operation = operation or gathered.operation()
+            output, dtype = gathered.output()
+            backend = str(captured.trace.header["environment"].get("backend", "cpu"))
+            arithmetic = Arithmetic(call.path or "native", dtype, backend, call.rows)  # type: ignore[arg-type]
+            found.append((output, arithmetic, judge(operation, output, arithmetic)))
+        assert operation is not None
+        scores.add(Judged(group, operation, *found))
+    except (OracleRefused, UnsupportedFormat) as error:
+        for each in group:
+            scores.skip(each, str(error).partition(". ")[0])
+
+
+def _model(case: Case, draft: bool) -> Any:
+    if not draft:
+        return case.loaded.model
+    if case.draft is None:
+        raise OracleRefused("The draft model of the run is not at hand. Judge the target's sites.")
+    return case.draft.model

@@ -1,0 +1,321 @@
+"""The rules of a verdict: one table, asked from the top; the first row that holds decides."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from . import said
+from .control import Control
+from .evidence import Facts
+from .verdict import Evidence, Kind, Verdict
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One row. ``when`` is the condition in words and ``holds`` the same as code; ``says`` is the verdict in words.
+
+    ``because`` names the facts and controls that decide. ``stops`` names the controls after which no other one is run once
+    the rule holds; None: it never ends the re-runs. ``advises`` is what to do about it.
+    """
+
+    name: str
+    when: str
+    verdict: Kind
+    holds: Callable[[Facts], bool]
+    says: Callable[[Facts], str]
+    because: tuple[str, ...]
+    advises: Callable[[Facts], str] = lambda facts: ""
+    stops: tuple[str, ...] | None = None
+
+
+def _nothing(facts: Facts) -> bool:
+    return facts.divergence is None
+
+
+def _race(facts: Facts) -> bool:
+    return facts.result("repeat") == "differs"
+
+
+def _contradiction(facts: Facts) -> bool:
+    return bool(facts.contradictions)
+
+
+def _not_finite(facts: Facts) -> bool:
+    return facts.result("finite") == "not_finite" or bool(facts.recorded.not_finite)
+
+
+def _identical(facts: Facts) -> bool:
+    return facts.divergence is not None and facts.divergence.identical
+
+
+def _incomplete(facts: Facts) -> bool:
+    return facts.divergence is not None and facts.divergence.inconclusive
+
+
+def _asked_otherwise(facts: Facts) -> bool:
+    return bool(facts.settings) or (bool(facts.chosen_otherwise) and bool(facts.asked_otherwise))
+
+
+def _quantised_apart(facts: Facts) -> bool:
+    return (
+        facts.quantised_apart
+        and not facts.before_quantisation
+        and facts.result("policy") == "removed"
+        and facts.result("repeat") == "equal"
+    )
+
+
+def _sampling(facts: Facts) -> bool:
+    return bool(facts.chosen_otherwise)
+
+
+def _leak(facts: Facts) -> bool:
+    return facts.result("neighbour_content") == "differs" and facts.result("repeat") == "equal"
+
+
+def _read_otherwise(facts: Facts) -> bool:
+    return bool(facts.read_otherwise) and not facts.quantised_apart and facts.result("repeat") == "equal"
+
+
+def _outside(facts: Facts) -> bool:
+    return (
+        facts.result("oracle") == "outside"
+        and not facts.detail("oracle", "precision")
+        and facts.result("repeat") == "equal"
+        # Reads that only a quantisation explains are no sums that went wrong.
+        and not (facts.quantised_apart and not facts.detail("oracle", "outside_where"))
+    )
+
+
+def _held(facts: Facts) -> bool:
+    """A path change whose cause was tried: held, it makes no difference; repeated, neither side changes."""
+    held = facts.path_change and facts.result("hold_path") == "removed" and facts.result("repeat") == "equal"
+    # What never reached a cache or a logit is not seen to go.
+    return held and facts.shows
+
+
+def _precision(facts: Facts) -> bool:
+    return _held(facts) and bool(facts.detail("oracle", "precision"))
+
+
+def _worse(facts: Facts) -> bool:
+    return _held(facts) and facts.result("oracle") == "inside" and bool(facts.detail("oracle", "far"))
+
+
+def _path(facts: Facts) -> bool:
+    return _held(facts) and facts.result("oracle") == "inside"
+
+
+RULES: Final[tuple[Rule, ...]] = (
+    Rule(
+        "nothing",
+        "no request, row or port of the two runs can be compared",
+        "undetermined",
+        _nothing,
+        said.say_nothing,
+        ("not_compared",),
+        stops=(),
+    ),
+    Rule(
+        "repeat",
+        "the same scenario, run again, gave other bits",
+        "race",
+        _race,
+        said.say_race,
+        ("repeat",),
+        said.advise_race,
+        stops=(),
+    ),
+    Rule(
+        "bookkeeping",
+        "the bookkeeping contradicts the rows: an offset that is not the row's position, a trim that took off less than was "
+        "asked, a cache entry that is not what was written, a rejected row that was read again, a prefix of other tokens, a page with "
+        "two owners, drafts counted otherwise, a row fed another token",
+        "bug",
+        _contradiction,
+        said.say_contradiction,
+        ("contradiction",),
+        said.advise_bug,
+        stops=("repeat",),
+    ),
+    Rule(
+        "not-finite",
+        "a NaN or an infinity where float64 has a number, even if both runs have it",
+        "bug",
+        _not_finite,
+        said.say_not_finite,
+        ("not_finite", "finite"),
+        said.advise_bug,
+        stops=("repeat", "finite"),
+    ),
+    Rule(
+        "identical",
+        "every request of both runs was compared in whole and nothing differs",
+        "identical",
+        _identical,
+        said.say_identical,
+        ("compared",),
+        stops=(),
+    ),
+    Rule(
+        "incomplete",
+        "nothing that was compared differs, and something was left out",
+        "undetermined",
+        _incomplete,
+        said.say_incomplete,
+        ("compared",),
+        stops=(),
+    ),
+    Rule(
+        "settings",
+        "the sides were asked for caches quantised otherwise; or every digest up to a flip is bit-equal and the request's "
+        "sampling or limits differ",
+        "policy",
+        _asked_otherwise,
+        said.say_asked_otherwise,
+        ("settings",),
+        said.advise_policy,
+        stops=("repeat",),
+    ),
+    Rule(
+        "sampling",
+        "every digest up to a flip is bit-equal, logits among them, and the settings are equal",
+        "bug",
+        _sampling,
+        said.say_sampling,
+        ("compared",),
+        stops=("repeat",),
+    ),
+    Rule(
+        "quantised",
+        "the runs quantised the cache at different positions, no origin is before that, a repeat is equal, and without "
+        "quantisation nothing differs",
+        "policy",
+        _quantised_apart,
+        said.say_quantised_apart,
+        ("quantised", "policy", "repeat"),
+        said.advise_policy,
+        stops=("repeat", "policy"),
+    ),
+    Rule(
+        "leak",
+        "other text of the neighbours, of the same length, changed a request, and a repeat is equal",
+        "bug",
+        _leak,
+        said.say_leak,
+        ("neighbour_content", "repeat"),
+        said.advise_bug,
+    ),
+    Rule(
+        "reading",
+        "an origin at which the cache was read otherwise than it was written, a repeat is equal, and the cache was quantised "
+        "alike",
+        "bug",
+        _read_otherwise,
+        said.say_read_otherwise,
+        ("birth", "repeat"),
+        said.advise_bug,
+    ),
+    Rule(
+        "outside",
+        "an origin's output is outside the rounding bound on a side, no lower precision of its operands explains it, and a "
+        "repeat is equal",
+        "bug",
+        _outside,
+        said.say_outside,
+        ("birth", "oracle", "repeat"),
+        said.advise_bug,
+    ),
+    Rule(
+        "precision",
+        "the path changed, holding it removes the difference, a repeat is equal, and one side is inside the bound only with "
+        "operands of lower precision",
+        "numerics",
+        _precision,
+        said.say_precision,
+        ("birth", "hold_path", "oracle", "repeat"),
+        said.advise_precision,
+    ),
+    Rule(
+        "worse-path",
+        "the path changed, holding it removes the difference, a repeat is equal, both sides are inside the bounds of their "
+        "paths, and one of them is at least twice as far from float64, by an error of the size of a lower precision",
+        "numerics",
+        _worse,
+        said.say_worse,
+        ("birth", "hold_path", "oracle", "repeat"),
+        said.advise_worse,
+    ),
+    Rule(
+        "path",
+        "the path changed, holding it removes the difference, a repeat is equal, and both sides are inside the bound",
+        "numerics",
+        _path,
+        said.say_path,
+        ("birth", "hold_path", "oracle", "repeat"),
+        said.advise_path,
+    ),
+    Rule(
+        "undetermined",
+        "none of the above: the verdict says what is missing",
+        "undetermined",
+        lambda facts: True,
+        said.say_undetermined,
+        (),
+    ),
+)
+"""From the top; the first that holds decides."""
+
+TABLE_START, TABLE_END = "<!-- rules -->", "<!-- end of rules -->"
+
+
+def deciding(facts: Facts) -> Rule:
+    """The first rule that holds."""
+    return next(rule for rule in RULES if rule.holds(facts))
+
+
+def decide(facts: Facts) -> Verdict:
+    """The verdict on what is known, with all evidence, that of the deciding rule marked."""
+    rule = deciding(facts)
+    controls = tuple(facts.controls.values())
+    evidence = [*facts.evidence(), *_from_controls(controls)]
+    return Verdict(
+        kind=rule.verdict,
+        said=rule.says(facts),
+        evidence=tuple(dataclasses.replace(each, decided=each.fact in rule.because) for each in evidence),
+        controls=controls,
+        divergence=facts.divergence,
+        rule=rule.name,
+        advice=rule.advises(facts),
+        missing=said.missing(facts) if rule.name == "undetermined" else (),
+    )
+
+
+def _from_controls(controls: tuple[Control, ...]) -> Iterator[Evidence]:
+    for control in controls:
+        if control.result != "not_run":
+            yield Evidence(control.name, control.said, {"result": control.result})
+
+
+def table() -> str:
+    """The rules as a Markdown table."""
+    rows = [
+        f"| {number} | `{rule.name}` | {rule.when} | `{rule.verdict}` | {_names(rule.because) or '-'} | {_ends(rule)} |"
+        for number, rule in enumerate(RULES, 1)
+    ]
+    return "\n".join(
+        ["| | rule | when | verdict | decided by | ends the re-runs |", "|---|---|---|---|---|---|", *rows]
+    )
+
+
+def _names(names: tuple[str, ...]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def _ends(rule: Rule) -> str:
+    if rule.stops is None:
+        return "no"
+    return f"after {_names(rule.stops)}" if rule.stops else "at once"

@@ -1,0 +1,248 @@
+"""The verdicts in words: what each rule says, what it advises, what an undetermined case lacks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from .evidence import Facts, seen
+
+
+def say_nothing(facts: Facts) -> str:
+    return f"Nothing can be said: nothing could be compared. {facts.why}"
+
+
+def say_race(facts: Facts) -> str:
+    return (
+        "Run-to-run change: the same scenario, run again on the same model, gave other bits. Nothing about batching or kernel "
+        f"paths follows from these two runs. {_said(facts, 'repeat')}"
+    )
+
+
+def say_contradiction(facts: Facts) -> str:
+    found = facts.contradictions[0]
+    where = f"in run {found.run}" if found.run != "both" else "in both runs"
+    if found.forward is not None:
+        where += f", forward {found.forward}"
+    who = "" if found.request is None else f" of request {found.request}"
+    more = len(facts.contradictions) - 1
+    rest = f" {more} more findings of this sort follow it." if more else ""
+    return (
+        f"A fault of the bookkeeping, found before any number was looked at: {found.detail} ({where}{who}). No rounding makes "
+        f"that.{rest}"
+    )
+
+
+def say_not_finite(facts: Facts) -> str:
+    found = facts.detail("finite", "first")
+    same = "Values that are not finite count as different even where both runs have them."
+    if found is not None:
+        row = "a row of padding" if found["padding"] else "a real row"
+        return f"A value that is not finite, first in {row}: {found['said']}. {same}"
+    run, request, index = facts.recorded.not_finite[0]
+    return (
+        f"A value that is not finite: in run {run}, token {index} of {request} was chosen from logits with a NaN or an infinity. "
+        f"{same}"
+    )
+
+
+def say_identical(facts: Facts) -> str:
+    assert facts.divergence is not None
+    c = facts.divergence.compared
+    return f"The runs are identical: {c.requests:,} requests, {c.rows:,} rows and {c.digests:,} digests compared, none differs."
+
+
+def say_incomplete(facts: Facts) -> str:
+    return "Nothing that was compared differs, and not everything could be compared."
+
+
+def say_asked_otherwise(facts: Facts) -> str:
+    found = [*facts.settings, *(finding.detail for finding in facts.asked_otherwise)]
+    return (
+        f"A difference of policy: the two sides were asked for different things ({'; '.join(found[:4])}), which changes what is "
+        "computed by itself."
+    )
+
+
+def say_quantised_apart(facts: Facts) -> str:
+    places = [
+        ", ".join(str(position) for position, _ in side[:4]) or "nowhere"
+        for side in (facts.recorded.quantised_a, facts.recorded.quantised_b)
+    ]
+    return (
+        f"A difference of policy: the cache was quantised from position {places[0]} in a and from {places[1]} in b, so that rows "
+        f"between the two read exact entries in one run and quantised ones in the other. {_said(facts, 'policy')}"
+    )
+
+
+def say_sampling(facts: Facts) -> str:
+    found = facts.chosen_otherwise[0]
+    at = "" if found.flip is None else f", token {found.flip.index}"
+    return (
+        f"The sampling, not the model: every compared digest up to the flip of {found.id}{at} is bit-equal, logits among them, "
+        "the settings are equal, and the token is another one. What chooses the token took another sampler, seed or state."
+    )
+
+
+def say_leak(facts: Facts) -> str:
+    where = facts.detail("neighbour_content", "where")
+    at = f" First at {where}." if where else ""
+    return (
+        "A leak between requests: other text of the neighbours, of the same length, changed a request that is not theirs. "
+        f"{_said(facts, 'neighbour_content')}{at}"
+    )
+
+
+def say_read_otherwise(facts: Facts) -> str:
+    request, origin = facts.read_otherwise[0]
+    how = (
+        "a cache entry was read otherwise than it was written"
+        if origin.how == "changed"
+        else "every cache entry up to this row was written alike in both runs and the row read others: a mask, an offset or a length"
+    )
+    pattern = facts.detail("oracle", "pattern") or "; ".join(_chunks(facts, request))
+    return (
+        f"A fault of the cache or its mask at {origin.site}, position {origin.position} of {request}, forward {origin.forward_a} "
+        f"in a and {origin.forward_b} in b: {how}.{f' Affected: {pattern}.' if pattern else ''}"
+    )
+
+
+def _chunks(facts: Facts, id: str) -> Iterator[str]:
+    """Which part of the prompt a request's first origin lies in."""
+    assert facts.divergence is not None
+    for chunk in facts.divergence.request(id).chunks:
+        spans = ", ".join(f"{first} to {last}" for first, last in chunk.differing[:4])
+        if chunk.index and chunk.earlier_equal:
+            yield (
+                f"prefill chunk {chunk.index} of run {chunk.run}, positions {spans or 'none'}, while every earlier chunk is exact"
+            )
+
+
+def say_outside(facts: Facts) -> str:
+    found = (facts.detail("oracle", "outside_where") or [{}])[0]
+    pattern = facts.detail("oracle", "pattern")
+    return f"Not rounding: {found.get('said', _said(facts, 'oracle'))}.{f' Affected: {pattern}.' if pattern else ''}"
+
+
+def say_precision(facts: Facts) -> str:
+    found = facts.detail("oracle", "precision")
+    return (
+        f"Precision, not order: {found['said']}. {_change(facts)} {_held_how(facts)} The size of the error is that of the "
+        "operands' precision; no order of a float32 sum gives it."
+    )
+
+
+def say_worse(facts: Facts) -> str:
+    far = facts.detail("oracle", "far")
+    return (
+        f"Rounding, and one path is far worse than the other: run {far['worse']} ({far['path']}) is {far['ratio']:.3g} times as far "
+        f"from float64 as the other, an error of the size of {far['precision']}: sums in less precision than they need. {_change(facts)} "
+        f"{_held_how(facts)}"
+    )
+
+
+def say_path(facts: Facts) -> str:
+    nearer = facts.detail("oracle", "nearer", "equal")
+    which = "neither is nearer to float64" if nearer == "equal" else f"run {nearer} is nearer to float64"
+    return f"Rounding: {_change(facts)} {_held_how(facts)} Both paths stay inside their rounding bounds, and {which}."
+
+
+def say_undetermined(facts: Facts) -> str:
+    return f"The cause was not established. Missing: {'; '.join(missing(facts)) or 'a rule that fits'}."
+
+
+def _held_how(facts: Facts) -> str:
+    how = facts.detail("hold_path", "how") or "one path for every number of rows"
+    return f"Held ({how}), nothing differs."
+
+
+def _change(facts: Facts) -> str:
+    origin = facts.origin
+    if origin is None:
+        return ""
+    rules = [
+        f"{run}: {rule.removeprefix('rule: ')}"
+        for run, rule in (("a", origin.rule_a), ("b", origin.rule_b))
+        if rule
+    ]
+    because = f" ({'; '.join(rules)})" if rules else ""
+    return f"{origin.site} took {seen(origin, 'a')} in a and {seen(origin, 'b')} in b{because}."
+
+
+def _said(facts: Facts, control: str) -> str:
+    found = facts.controls.get(control)
+    return "" if found is None else _sentence(found.said)
+
+
+def _sentence(words: str) -> str:
+    words = words.strip()
+    if not words:
+        return ""
+    first = words.partition(" ")[0]
+    start = words[0].upper() if first.isalpha() else words[0]
+    return f"{start}{words[1:].rstrip('.')}."
+
+
+def advise_path(facts: Facts) -> str:
+    how = (
+        facts.detail("hold_path", "how")
+        or "one kernel path for every number of rows (split_rows above every forward's rows)"
+    )
+    cost = facts.detail("hold_path", "cost")
+    more = f" Here that cost: {cost}." if cost else ""
+    return (
+        f"Where the text must not depend on the batch, hold the path: {how}.{more} `detdiff probe` measures on your machine at "
+        "which number of rows the bits change and what each number costs."
+    )
+
+
+def advise_worse(facts: Facts) -> str:
+    far = facts.detail("oracle", "far")
+    return f"Let {far['path']} sum in float32, or keep to the path of the other run: {advise_path(facts)}"
+
+
+def advise_precision(facts: Facts) -> str:
+    found = facts.detail("oracle", "precision")
+    return (
+        f"Turn the lower precision off on the side of run {found['run']} (a flag such as MLX_ENABLE_TF32, or the kernel's own "
+        f"choice), or accept it on both: {advise_path(facts)}"
+    )
+
+
+def advise_race(facts: Facts) -> str:
+    return (
+        "Look for what is not fixed between two runs: threads that add in the order they finish, atomics, random numbers "
+        "without a seed, memory that is read before it is written. Compare batch compositions only once a repeat is equal."
+    )
+
+
+def advise_bug(facts: Facts) -> str:
+    return "Do not look at this as numerics: neither a tolerance nor a held path makes it right, even where a held path hides it."
+
+
+def advise_policy(facts: Facts) -> str:
+    return "Give both sides the same settings, or quantise the cache at the same position, and compare again."
+
+
+def missing(facts: Facts) -> tuple[str, ...]:
+    """What a verdict of numerics, policy or a bug would need and does not have."""
+    found = []
+    if facts.origin is None:
+        found.append("an origin: no operation was found whose inputs are equal and whose outputs are not")
+    elif not facts.path_change:
+        found.append(
+            "a path change: the first origin's operation took the same path on the same number of rows in both runs"
+        )
+    if facts.origin is not None and not facts.shows:
+        found.append(
+            "an effect: no token, cache entry or logit differs, so nothing shows whether a held path takes the difference away"
+        )
+    for control, wanted in (("repeat", "equal"), ("hold_path", "removed"), ("oracle", "inside")):
+        result = facts.result(control)
+        if result == "not_run":
+            why = facts.controls[control].said if control in facts.controls else "it was not asked for"
+            found.append(f"the control {control} ({why})")
+        elif result != wanted:
+            found.append(f"the control {control} gave {result}, not {wanted}")
+    if facts.quantised_apart and facts.result("policy") != "removed":
+        found.append("that the difference goes with the cache's quantisation (control policy)")
+    return tuple(found)

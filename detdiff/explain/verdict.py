@@ -1,0 +1,58 @@
+"""A verdict: what kind of difference it is, on which evidence, after which controls. Needs no model and no mlx."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal, NoReturn
+
+from detdiff.compare.divergence import Divergence
+
+from .control import Control
+
+Kind = Literal["identical", "numerics", "bug", "policy", "race", "undetermined"]
+KINDS: Final[tuple[Kind, ...]] = ("identical", "numerics", "bug", "policy", "race", "undetermined")
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """One fact: ``fact`` names it, ``said`` is a sentence, ``detail`` holds its figures as JSON values.
+
+    ``decided`` is true for the facts by which the verdict was reached.
+    """
+
+    fact: str
+    said: str
+    detail: Mapping[str, Any] = field(default_factory=dict)
+    decided: bool = False
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What kind of difference it is. ``rule`` names the row of the table of rules that decided.
+
+    ``said`` is the verdict in a sentence or two and ``advice`` what to do about it, empty where nothing is to be done.
+    ``missing`` says, for ``undetermined``, what was not known. ``inconclusive`` is true where nothing parted and not
+    everything could be compared, or nothing was comparable; ``divergence`` is None only in that last case.
+    """
+
+    kind: Kind
+    said: str
+    evidence: tuple[Evidence, ...]
+    controls: tuple[Control, ...]
+    divergence: Divergence | None
+    rule: str = ""
+    advice: str = ""
+    missing: tuple[str, ...] = ()
+
+    def __bool__(self) -> NoReturn:
+        raise TypeError("a Verdict has no truth value; ask .kind")
+
+    def control(self, name: str) -> Control | None:
+        """The control of that name, or None where it was not asked for."""
+        return next((control for control in self.controls if control.name == name), None)
+
+    @property
+    def deciding(self) -> tuple[Evidence, ...]:
+        """The evidence by which the verdict was reached."""
+        return tuple(each for each in self.evidence if each.decided)

@@ -1,0 +1,204 @@
+"""A Verdict as plain text: the verdict in a sentence, then what an investigation by hand would have written down."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from detdiff.compare.divergence import Divergence, RequestDivergence
+from detdiff.explain.control import NOT_RUN, Control
+from detdiff.explain.verdict import Evidence, Verdict
+
+from .lifecycle import agreement_lines, chunk_lines
+from .page import Page
+from .speculation import speculation_lines
+from .text import cache_lines, flip_forward_lines, flip_lines, headline, origin_lines
+from .words import count, escaped
+
+TITLES = (
+    "the flip",
+    "the flip's forward",
+    "the birth",
+    "the first cache entry and the carriers",
+    "the controls",
+    "against float64",
+    "the verdict",
+)
+"""What stands under each number, 1 to 7."""
+HOLD = "hold_path"
+
+
+def verdict_text(verdict: Verdict, *, width: int = 100) -> str:
+    """The whole answer; lines of prose are at most ``width`` characters, tables as wide as they need."""
+    page = Page(width)
+    divergence = verdict.divergence
+    page.prose(f"Verdict: {verdict.kind}. {'' if divergence is None else headline(divergence)}")
+    if divergence is not None:
+        _runs(page, divergence)
+        parted = [request for request in divergence.requests if request.rung is not None]
+        if parted:
+            _flips(page, verdict, divergence)
+            _forwards(page, parted)
+            _births(page, verdict, parted)
+            _caches(page, parted)
+    _controls(page, verdict)
+    _float64(page, verdict)
+    _verdict(page, verdict)
+    return page.text()
+
+
+def _title(page: Page, number: int) -> None:
+    page.blank()
+    page.prose(f"{number}. {TITLES[number - 1]}")
+
+
+def _runs(page: Page, divergence: Divergence) -> None:
+    for run, found in (("a", divergence.a), ("b", divergence.b)):
+        page.item(f"{run}: ", f"{escaped(found.trace)}, {count(found.forwards, 'forward')}")
+
+
+def _flips(page: Page, verdict: Verdict, divergence: Divergence) -> None:
+    _title(page, 1)
+    for request in divergence.requests:
+        page.prose(f"request {escaped(request.id)}: {_end(request)}")
+        if request.flip is not None:
+            flip_lines(page, request, request.flip)
+            agreement_lines(page, request)
+            for each in verdict.evidence:
+                if each.fact == "proposals" and each.detail.get("request") == request.id:
+                    page.item("  draft: ", escaped(each.said))
+            speculation_lines(page, request)
+
+
+def _end(request: RequestDivergence) -> str:
+    if request.flip is not None:
+        return f"flips at generated token {request.flip.index}"
+    generated = min(request.generated_a, request.generated_b)
+    bits = "every compared digest is equal" if request.rung is None else f"it parts in {request.rung}"
+    return f"no flip within its {count(generated, 'token')}; {bits}"
+
+
+def _forwards(page: Page, parted: list[RequestDivergence]) -> None:
+    flipped = [request for request in parted if request.flip_forward is not None]
+    if not flipped:
+        return
+    _title(page, 2)
+    for request in flipped:
+        page.prose(f"request {escaped(request.id)}:")
+        flip_forward_lines(page, request)
+
+
+def _births(page: Page, verdict: Verdict, parted: list[RequestDivergence]) -> None:
+    _title(page, 3)
+    for request in parted:
+        page.prose(f"request {escaped(request.id)}:")
+        if request.origin is None:
+            page.item("  birth: ", "no origin could be named")
+        else:
+            origin_lines(page, request.origin)
+            chunk_lines(page, request)
+        total = sum(found.count for found in request.origins)
+        if total:
+            page.item("  origins: ", count(total, "in all", "in all"))
+    for each in verdict.evidence:
+        if each.fact in ("contradiction", "settings", "quantised", "not_finite"):
+            page.item("  - ", f"{escaped(each.said)}{_where(each)}")
+
+
+def _where(evidence: Evidence) -> str:
+    run, forward = evidence.detail.get("run"), evidence.detail.get("forward")
+    if run is None:
+        return ""
+    where = "in both runs" if run == "both" else f"run {run}"
+    return f" ({where}{'' if forward is None else f', forward {forward}'})"
+
+
+def _caches(page: Page, parted: list[RequestDivergence]) -> None:
+    _title(page, 4)
+    for request in parted:
+        page.prose(f"request {escaped(request.id)}:")
+        if request.cache_entry is None and request.carriers is None:
+            page.item("  ", "no compared cache entry differs")
+        cache_lines(page, request)
+
+
+def _controls(page: Page, verdict: Verdict) -> None:
+    _title(page, 5)
+    ran = [control for control in verdict.controls if control.result != NOT_RUN]
+    # What was done by hand came to rest on this one, so it is read first.
+    for control in sorted(ran, key=lambda control: control.name != HOLD):
+        page.item(f"  {control.name}: ", f"{control.result}. {_control(control)}")
+    left_out: dict[str, list[str]] = {}
+    for control in verdict.controls:
+        if control.result == NOT_RUN:
+            left_out.setdefault(control.said, []).append(control.name)
+    for why, names in left_out.items():
+        page.item("  not run: ", f"{', '.join(names)}: {escaped(why)}")
+    if not verdict.controls:
+        page.item("  ", "none was needed")
+    for each in verdict.evidence:
+        if each.fact == "acceptance":
+            page.item("  acceptance: ", escaped(each.said))
+
+
+def _control(control: Control) -> str:
+    forwards = count(control.forwards, "forward")
+    return f"{escaped(_sentence(control.said))} ({forwards}, {control.seconds:.1f} s)"
+
+
+def _sentence(words: str) -> str:
+    """A clause with a capital and a full stop; a site's name stays as it is."""
+    if not words:
+        return ""
+    start = words[0].upper() if words.partition(" ")[0].isalpha() else words[0]
+    return f"{start}{words[1:].rstrip('.')}."
+
+
+def _float64(page: Page, verdict: Verdict) -> None:
+    control = verdict.control("oracle")
+    if control is None:
+        return
+    _title(page, 6)
+    if control.result == NOT_RUN:
+        page.item("  not run: ", escaped(control.said))
+        return
+    page.item("  ", escaped(_sentence(control.said)))
+    pairs = control.detail.get("pairs", ())
+    if pairs:
+        page.table(
+            [_pair(pair) for pair in pairs],
+            ["kind", "path in a", "path in b", "judged", "a worst", "b worst", "nearer"],
+            "    ",
+        )
+        for pair in pairs[:2]:
+            for run in "ab":
+                page.item(f"    bound of {run}, {pair['kind']}: ", escaped(str(pair[f"bound_{run}"])))
+    for each in control.detail.get("outside_where", ())[:4]:
+        page.item("  outside: ", escaped(str(each["said"])))
+    if control.detail.get("pattern"):
+        page.item("  affected: ", escaped(str(control.detail["pattern"])))
+
+
+def _pair(pair: Mapping[str, Any]) -> list[str]:
+    worst = ["-" if pair[f"worst_{run}"] is None else f"{pair[f'worst_{run}']:.3g}" for run in "ab"]
+    return [
+        str(pair["kind"]),
+        str(pair["path_a"] or "native"),
+        str(pair["path_b"] or "native"),
+        f"{pair['judged']:,}",
+        *worst,
+        {"equal": "neither"}.get(pair["nearer"], str(pair["nearer"])),
+    ]
+
+
+def _verdict(page: Page, verdict: Verdict) -> None:
+    _title(page, 7)
+    page.item("  ", f"{verdict.kind}, by the rule `{verdict.rule}`. {escaped(verdict.said)}")
+    for each in verdict.deciding:
+        page.item("  because: ", escaped(each.said))
+    for what in verdict.missing:
+        page.item("  missing: ", escaped(what))
+    if verdict.advice:
+        page.item("  what to do: ", escaped(verdict.advice))
+    elif verdict.kind == "identical":
+        page.item("  what to do: ", "nothing.")

@@ -1,0 +1,157 @@
+"""Trials of the controls: one path change or one unit in the last place, planted at random, must be named exactly."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from runs import model
+
+from detdiff.compare import compare
+from detdiff.engine import RecordOptions, record
+from detdiff.explain.case import Case
+from detdiff.explain.control import Control
+from detdiff.explain.controls import CONTROLS
+from detdiff.instrument import Plant
+from detdiff.scenario import KernelPlan, PathRule, Scenario
+from detdiff.trace import Trace
+
+SUITES = (("llama", "f32"), ("qwen3", "q4"), ("phi3", "f32"), ("qwen2", "f32"))
+VOCAB, WIDTH = 96, 16
+
+DECOY = PathRule("*", path="pad:48")
+"""On a CPU a row is alike for every number of rows: a path change at every call that moves no bit."""
+
+
+@dataclass(frozen=True)
+class Tried:
+    """What was planted, what the controls gave, and the forwards of a run from the prompt."""
+
+    planted: Any
+    named: Any
+    controls: dict[str, Control]
+    length: int
+    candidates: int = 0
+
+    @property
+    def right(self) -> bool:
+        return bool(self.named == self.planted)
+
+    @property
+    def forwards(self) -> int:
+        """Forwards of all trials, the two known runs before them not counted."""
+        relaxed = self.controls["relax"].detail
+        grafts = sum(c.forwards for name, c in self.controls.items() if name.startswith("graft"))
+        spent = relaxed.get("held_forwards", 0) + relaxed.get("trial_forwards", 0) + grafts
+        return int(spent)
+
+    @property
+    def reruns(self) -> int:
+        """Re-runs that were asked for: the held run, trials of path changes, trials of entries."""
+        relaxed = self.controls["relax"].detail
+        grafts = [
+            c.detail.get("trials", 1) + 1 for name, c in self.controls.items() if name.startswith("graft")
+        ]
+        return int(bool(relaxed.get("held_forwards"))) + int(relaxed.get("trials", 0)) + sum(grafts)
+
+
+class Series:
+    """Trial ``n`` is drawn from its number, so that one can be repeated alone."""
+
+    def __init__(self, directory: Path, tokens: int = 24, requests: int = 4, seed: int = 0) -> None:
+        self._directory, self._tokens, self._requests, self._seed = directory, tokens, requests, seed
+        self._count = 0
+
+    def path_change(self, number: int) -> Tried:
+        """One call on another path that moves bits, among path changes at every call that move none."""
+        arch, fmt = SUITES[number % len(SUITES)]
+        draw = random.Random(f"path {self._seed} {number}")
+        loaded = model(arch, fmt)
+        while True:
+            asked = self._scenario(draw)
+            a = self._record(loaded, asked)
+            site, rows, forward = self._call(draw, a)
+            rules = (PathRule(site, rows=str(rows), path="candle-metal/mv"), DECOY)
+            b = self._record(loaded, replace(asked, kernels=KernelPlan(rules=rules)))
+            divergence = compare(a, b)
+            if not divergence.identical:
+                break
+        case = Case.of(a, b, divergence, loaded=loaded)
+        relaxed = CONTROLS["relax"](case)
+        named = [(each["forward"], each["site"]) for each in relaxed.detail.get("smallest", ())]
+        controls = {"relax": relaxed}
+        return Tried(
+            [(forward, site)], named, controls, len(a.forwards()), relaxed.detail.get("candidates", 0)
+        )
+
+    def one_ulp(self, number: int) -> Tried:
+        """One element of a key or value of the last layer, so that one cache entry is all that carries it."""
+        arch, fmt = SUITES[number % len(SUITES)]
+        draw = random.Random(f"ulp {self._seed} {number}")
+        loaded = model(arch, fmt)
+        layer = len(loaded.model.layers) - 1
+        width = 32 if arch == "qwen3" else WIDTH
+        while True:
+            asked = self._scenario(draw)
+            a = self._record(loaded, asked)
+            request = draw.randrange(len(asked.requests))
+            last = len(a.requests[request]["tokens"]) + self._tokens - 2
+            position = draw.randrange(last)
+            kind = draw.choice("KV")
+            # phi3 has queries, keys and values in one product, in this order.
+            head, element = draw.randrange(2), draw.randrange(width)
+            before = {"K": 4 * width, "V": 6 * width}[kind] if arch == "phi3" else 0
+            site = "qkv_proj" if arch == "phi3" else f"{kind.lower()}_proj"
+            plant = Plant(
+                f"layers.{layer}.self_attn.{site}", request, position, before + head * width + element
+            )
+            plants: tuple[tuple[Plant, ...], tuple[Plant, ...]] = ((), (plant,))
+            b = self._record(loaded, asked, plants[1])
+            case = Case.of(a, b, loaded=loaded, plants=plants)
+            if case.divergence.identical:
+                continue
+            controls = {name: CONTROLS[name](case) for name in ("relax", "graft_in", "graft_out")}
+            # A unit in the last place may be rounded away before it is stored, or by all that read it.
+            if controls["graft_in"].result not in ("no_effect", "no_carriers", "not_run"):
+                break
+        named = [
+            controls["relax"].result,
+            *(list(map(tuple, controls[name].detail["smallest"])) for name in ("graft_in", "graft_out")),
+        ]
+        entry = [(layer, kind, head, position)]
+        return Tried(["none", entry, entry], named, controls, len(a.forwards()))
+
+    def _scenario(self, draw: random.Random) -> Scenario:
+        requests = [
+            {
+                "id": f"r{n}",
+                "tokens": [draw.randrange(VOCAB) for _ in range(draw.randrange(2, 30))],
+                "arrival": 0 if n == 0 else draw.randrange(self._tokens),
+            }
+            for n in range(self._requests)
+        ]
+        return Scenario.from_dict(
+            {
+                "model": "tiny",
+                "schedule": "continuous",
+                "layout": "packed",
+                "active": 3,
+                "max_tokens": self._tokens,
+                "request": requests,
+            }
+        )
+
+    def _record(self, loaded: Any, asked: Scenario, plants: tuple[Plant, ...] = ()) -> Trace:
+        self._count += 1
+        options = RecordOptions(observe=0, plants=plants)
+        return record(asked, self._directory / str(self._count), loaded=loaded, options=options)
+
+    def _call(self, draw: random.Random, trace: Trace) -> tuple[str, int, int]:
+        """A linear site, and a forward whose number of rows no other one has."""
+        rows = [int(line["shape"][1]) for line in trace.forwards()]
+        alone = [n for n, count in enumerate(rows) if rows.count(count) == 1]
+        forward = draw.choice(alone)
+        site = draw.choice([site.name for site in trace.sites if site.kind == "linear"])
+        return site, rows[forward], forward

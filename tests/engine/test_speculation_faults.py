@@ -1,0 +1,156 @@
+"""Faults planted into speculation: each is named as itself, also where no token changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from runs import Runs, model, patched, scenario
+from test_speculation import drafting
+
+from detdiff.compare import Divergence, compare
+from detdiff.engine import RecordOptions, packed
+from detdiff.engine.caches import RequestCaches
+from detdiff.engine.speculation import Speculation
+from detdiff.instrument import Plant
+from detdiff.report import divergence_text, from_json, to_json
+from detdiff.scenario import Scenario
+from detdiff.trace import Trace
+
+Undo = Callable[[], None]
+
+
+def asked(**keys: Any) -> Scenario:
+    given = {"arrivals": (0, 2, 3), "draft": "tiny", "drafts": 3, "max_tokens": 10, **keys}
+    return scenario("continuous", "packed", **given)
+
+
+@pytest.fixture(scope="module")
+def sound(runs: Runs) -> Trace:
+    return runs.record(model("llama"), asked(), draft=drafting(seed=5))
+
+
+def faulty(runs: Runs, undo: Undo) -> Trace:
+    try:
+        return runs.record(model("llama"), asked(), draft=drafting(seed=5))
+    finally:
+        undo()
+
+
+def found(divergence: Divergence, what: str) -> list[str]:
+    return [finding.detail for finding in divergence.bookkeeping if finding.what == what]
+
+
+def test_nothing_is_found_where_nothing_is_wrong(sound: Trace, runs: Runs) -> None:
+    again = compare(sound, runs.record(model("llama"), asked(), draft=drafting(seed=5)))
+    assert again.identical and not again.bookkeeping
+    for request in again.requests:
+        verification = request.verification
+        assert verification is not None and verification.tokens == 9
+        assert verification.proposals_equal and verification.choices_equal
+        assert verification.a == verification.b and verification.a is not None and verification.a.agrees
+        assert request.draft is not None and request.draft.rows > 0 and request.draft.differing == 0
+
+
+def test_a_draft_cache_that_is_never_trimmed(sound: Trace, runs: Runs) -> None:
+    def only_the_target(self: Speculation, request: int, rejected: int) -> None:
+        if rejected:
+            self.target.caches.trim(request, rejected)
+
+    divergence = compare(sound, faulty(runs, patched(Speculation, "rewind", only_the_target)))
+    assert divergence.rung == "bookkeeping"
+    assert any("stayed in the draft's cache" in text for text in found(divergence, "stale"))
+    # A draft that sees rejected rows proposes otherwise, and no token of the target changes.
+    assert all(request.flip is None and request.differing == 0 for request in divergence.requests)
+
+
+def test_a_target_cache_that_keeps_one_row_too_many(sound: Trace, runs: Runs) -> None:
+    native = RequestCaches.trim
+
+    def one_too_few(self: RequestCaches, request: int, count: int) -> int:
+        return native(self, request, count - (self._name == "target"))
+
+    divergence = compare(sound, faulty(runs, patched(RequestCaches, "trim", one_too_few)))
+    assert divergence.rung == "bookkeeping"
+    assert any("stayed in the target's cache" in text for text in found(divergence, "stale"))
+    offsets = found(divergence, "offset")
+    assert offsets and "trim of the target's cache (1 of 1 rows)" in " ".join(offsets)
+
+
+def test_a_trim_that_does_less_than_it_is_asked(sound: Trace, runs: Runs) -> None:
+    from mlx_lm.models.cache import KVCache
+
+    divergence = compare(sound, faulty(runs, patched(KVCache, "trim", lambda self, n: 0)))
+    assert any("took 0 of 2 rows off in layers 0-1" in text for text in found(divergence, "trim"))
+
+
+def test_a_choice_taken_from_the_row_before(sound: Trace, runs: Runs) -> None:
+    native = packed.greedy
+    shifted = patched(packed, "greedy", lambda logits: native(mx.roll(logits, 1, axis=0)))
+    divergence = compare(sound, faulty(runs, shifted))
+    assert divergence.rung == "bookkeeping"
+    assert any("and that row's own logits choose" in text for text in found(divergence, "choice"))
+
+
+def test_counts_that_do_not_add_up(sound: Trace, runs: Runs) -> None:
+    native = Speculation.settle
+
+    def generous(self: Speculation, *args: Any) -> None:
+        native(self, *args)
+        self.counts[args[0].work.index].accepted += 1
+
+    divergence = compare(sound, faulty(runs, patched(Speculation, "settle", generous)))
+    assert len(found(divergence, "acceptance")) == 3
+    for request in divergence.requests:
+        acceptance = request.verification and request.verification.b
+        assert acceptance and acceptance.agrees is False
+        assert acceptance.own_accepted == acceptance.accepted + acceptance.verifications
+    assert "counts that do not" not in divergence_text(divergence)
+    assert from_json(to_json(divergence)) == divergence
+
+
+def test_a_difference_born_in_the_draft_is_named_as_such(sound: Trace, runs: Runs) -> None:
+    plant = Plant("draft.layers.1.mlp.up_proj", 1, 4)
+    other = runs.record(model("llama"), asked(), RecordOptions(observe=0, plants=(plant,)), drafting(seed=5))
+    divergence = compare(sound, other)
+    assert divergence.rung == "bits" and divergence.first == "r1"
+    request = divergence.request("r1")
+    assert request.flip is None and request.differing == 0 and request.draft is not None
+    assert request.draft.first and request.origin == request.draft.origin
+    assert request.origin is not None and request.origin.site == "draft.layers.1.mlp.up_proj"
+    assert request.origin.position == 4 and request.origin.how == "leaf"
+    assert all(divergence.request(id).identical for id in ("r0", "r2"))
+    assert "born there before the target differs" in divergence_text(divergence)
+
+
+def test_a_difference_born_in_the_target_comes_before_the_drafts(sound: Trace, runs: Runs) -> None:
+    plants = (Plant("layers.0.mlp.up_proj", 0, 13), Plant("draft.layers.0.mlp.up_proj", 2, 1))
+    other = runs.record(model("llama"), asked(), RecordOptions(observe=0, plants=plants), drafting(seed=5))
+    divergence = compare(sound, other)
+    assert divergence.first == "r0"
+    origin = divergence.request("r0").origin
+    assert origin is not None and (origin.site, origin.position) == ("layers.0.mlp.up_proj", 13)
+    assert divergence.request("r0").draft.differing == 0  # type: ignore[union-attr]
+    drafted = divergence.request("r2").origin
+    assert drafted is not None and drafted.site == "draft.layers.0.mlp.up_proj"
+
+
+def test_a_run_with_a_draft_compares_with_one_without(sound: Trace, runs: Runs) -> None:
+    plain = runs.record(model("llama"), scenario("serial", "packed", max_tokens=10))
+    for pair in ((sound, plain), (plain, sound)):
+        divergence = compare(*pair)
+        assert divergence.identical
+        for request in divergence.requests:
+            assert request.draft is None and request.verification is not None
+            assert (request.verification.a is None) == (pair[0] is plain)
+        assert "no draft" in divergence_text(divergence) or divergence.identical
+
+
+def test_padded_and_packed_speculation_give_the_same_bits(sound: Trace, runs: Runs) -> None:
+    padded = runs.record(
+        model("llama"), scenario(draft="tiny", drafts=3, max_tokens=10), draft=drafting(seed=5)
+    )
+    divergence = compare(sound, padded)
+    assert divergence.identical and not divergence.bookkeeping

@@ -1,0 +1,9 @@
+"""Synthetic traces, answers and planted cases of the neighbouring folders serve these tests too."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+for folder in ("compare", "report", "faults"):
+    sys.path.append(str(Path(__file__).resolve().parent.parent / folder))

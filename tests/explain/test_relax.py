@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from runs import Runs, model, scenario
+from tiny import tiny
+
+from detdiff.compare import compare
+from detdiff.engine import RecordOptions
+from detdiff.explain.baseline import baseline
+from detdiff.explain.case import Case
+from detdiff.explain.control import Budget
+from detdiff.explain.controls import CONTROLS
+from detdiff.explain.relax import trials
+from detdiff.explain.rerun import Changes, rerun
+from detdiff.explain.steer import Change, Relaxed
+from detdiff.instrument import Plant
+
+CANDLE = {"kernels": "candle-metal", "lengths": (12, 9, 21), "arrivals": (0, 5, 9)}
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Runs:
+    return Runs(tmp_path)
+
+
+def _case(
+    runs: Runs, fmt: str = "f32", layout: str = "packed", budget: Budget | None = None, **keys: object
+) -> Case:
+    loaded = model("llama", fmt)
+    keys = {**CANDLE, "max_tokens": 16, **keys}
+    a = runs.record(loaded, scenario("serial", layout, **keys))
+    b = runs.record(loaded, scenario("continuous", layout, active=3, **keys))
+    return Case.of(a, b, compare(a, b), loaded=loaded, budget=budget)
+
+
+def test_the_set_alone_parts_and_nothing_can_be_left_out_of_it(runs: Runs) -> None:
+    case = _case(runs)
+    relaxed = CONTROLS["relax"](case)
+    assert relaxed.result == "smallest"
+    found = [Change(each["forward"], each["site"]) for each in relaxed.detail["smallest"]]
+    tried = trials(case)
+    assert tried is not None and tried.happens(found)
+    assert not any(tried.happens([one for one in found if one != left]) for left in found)
+
+
+def test_a_trial_that_starts_late_answers_as_one_from_the_prompt(runs: Runs) -> None:
+    case = _case(runs)
+    base, tried = baseline(case), trials(case)
+    assert tried is not None
+    changes = sorted(base.effective)
+    for some in (changes[:1], changes[len(changes) // 2 :], changes[-3:], changes):
+        whole = rerun(
+            case,
+            "b",
+            Changes(
+                steering=Relaxed(base.changes, some),
+                decided=lambda run: base.target.happened(run) is not None,
+                wanted=base.wanted,
+            ),
+        )
+        assert tried.happens(some) == base.target.happened(whole)
+
+
+def test_without_snapshots_the_padded_layout_finds_it_from_the_prompt(runs: Runs) -> None:
+    case = _case(runs, "f32", "padded", kernels="mlx-metal")
+    relaxed = CONTROLS["relax"](case)
+    assert relaxed.result == "smallest"
+    assert all(each["path_a"] != each["path_b"] for each in relaxed.detail["smallest"])
+
+
+def test_a_difference_that_is_no_path_change_remains(runs: Runs) -> None:
+    loaded = model("llama", "f32")
+    keys = {**CANDLE, "max_tokens": 12}
+    plant = Plant("layers.0.self_attn.v_proj", 0, 2, 5)
+    a = runs.record(loaded, scenario("serial", "packed", **keys))
+    asked = scenario("continuous", "packed", active=3, **keys)
+    b = runs.record(loaded, asked, RecordOptions(observe=0, plants=(plant,)))
+    case = Case.of(a, b, loaded=loaded, plants=((), (plant,)))
+    assert CONTROLS["relax"](case).result == "remains"
+
+
+def test_one_schedule_has_no_path_change(runs: Runs) -> None:
+    loaded = model("llama", "f32")
+    plant = Plant("layers.0.self_attn.v_proj", 0, 2, 5)
+    asked = scenario("continuous", "packed", active=3, **CANDLE)
+    a = runs.record(loaded, asked)
+    b = runs.record(loaded, asked, RecordOptions(observe=0, plants=(plant,)))
+    relaxed = CONTROLS["relax"](Case.of(a, b, loaded=loaded, plants=((), (plant,))))
+    assert (relaxed.result, relaxed.detail["candidates"]) == ("none", 0)
+
+
+@pytest.mark.parametrize("budget", [Budget(reruns=1), Budget(forwards=9), Budget(reruns=0)])
+def test_a_spent_budget_is_said(runs: Runs, budget: Budget) -> None:
+    relaxed = CONTROLS["relax"](_case(runs, budget=budget))
+    assert relaxed.result == "not_run" and "budget" in relaxed.said
+    assert relaxed.forwards == budget.forwards_spent <= (budget.forwards or 1000)
+
+
+def test_what_is_spent_is_what_was_run(runs: Runs) -> None:
+    case = _case(runs)
+    controls = [CONTROLS[name](case) for name in ("relax", "graft_in", "repeat")]
+    assert sum(control.forwards for control in controls) == case.budget.forwards_spent > 0
+
+
+@pytest.mark.parametrize(("layout", "kernels"), [("packed", "candle-metal"), ("padded", "mlx-metal")])
+def test_verification_in_one_block_against_one_by_one(tmp_path: Path, layout: str, kernels: str) -> None:
+    loaded, draft = model("llama"), tiny("llama", "f32", seed=5)
+    keys = {"kernels": kernels, "max_tokens": 20, "lengths": (12, 5)}
+    asked = [
+        scenario("serial", layout, **keys),
+        scenario("serial", layout, draft="tiny-draft", drafts=4, **keys),
+    ]
+    case = Case.of(*asked, loaded=loaded, draft=draft)
+    assert any(line.get("model") == "draft" for line in case.b.forwards())
+    assert case.focus.rung is not None
+    held = CONTROLS["hold_path"](case)
+    assert (held.result, held.detail["bits_equal"]) == ("removed", True), held.said
+    relaxed = CONTROLS["relax"](case)
+    assert relaxed.result == "smallest", relaxed.said
+    assert all(not each["site"].startswith("draft.") for each in relaxed.detail["smallest"])

@@ -1,0 +1,37 @@
+"""Planted path changes and units in the last place: relax and graft must name exactly what was planted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from control_trials import Series, Tried
+
+PATHS, ULPS = 10, 10
+
+
+@pytest.fixture(scope="module")
+def series(tmp_path_factory: pytest.TempPathFactory) -> Series:
+    return Series(tmp_path_factory.mktemp("trials"), tokens=10)
+
+
+@pytest.mark.parametrize("number", range(PATHS))
+def test_relax_names_the_one_call_that_matters(series: Series, number: int) -> None:
+    tried = series.path_change(number)
+    assert tried.candidates > 100
+    _exact(tried)
+
+
+@pytest.mark.parametrize("number", range(ULPS))
+def test_graft_names_the_one_entry_that_carries(series: Series, number: int) -> None:
+    _exact(series.one_ulp(number))
+
+
+def _exact(tried: Tried) -> None:
+    assert tried.named == tried.planted, [control.said for control in tried.controls.values()]
+    assert tried.forwards <= 0.1 * tried.reruns * tried.length
+
+
+def test_trials_can_be_repeated(tmp_path: Path) -> None:
+    first, second = (Series(tmp_path / name, tokens=6).path_change(3) for name in "xy")
+    assert (first.planted, first.named) == (second.planted, second.named)

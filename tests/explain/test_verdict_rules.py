@@ -1,0 +1,224 @@
+"""Each rule of a verdict with a case that it decides, and a twin in which one fact is another and the rule is silent."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from verdict_facts import (
+    FAR,
+    HELD,
+    ORACLE,
+    OUTSIDE,
+    PRECISION,
+    QUANTISED,
+    TRIM,
+    asked,
+    chosen,
+    control,
+    equal,
+    facts,
+    found,
+    oracle,
+    parted,
+    read,
+    speculated,
+)
+
+from detdiff.compare import Finding
+from detdiff.explain.evidence import CONTRADICTIONS, Facts, Recorded
+from detdiff.explain.rules import RULES, TABLE_END, TABLE_START, decide, deciding, table
+from detdiff.explain.verdict import KINDS
+
+CHANGED = Finding(
+    "b",
+    "cache_changed",
+    "anchor",
+    2,
+    "the cache entry K of layer 0, head 1, position 3 is not what was written",
+)
+SETTINGS = Finding("both", "settings", "anchor", None, "request anchor: temperature 0 in a, 1 in b")
+QUANTISE = Finding(
+    "both", "quantise", None, None, "the cache was quantised from position 20 in a and 32 in b"
+)
+
+
+def quantised(**results: str) -> Facts:
+    return facts(found(read(), QUANTISE), QUANTISED, **{"policy": "removed", **results})
+
+
+CASES: dict[str, tuple[Callable[[], Facts], Callable[[], Facts]]] = {
+    "nothing": (lambda: Facts(None, why="no request is in both."), lambda: facts(equal())),
+    "repeat": (lambda: facts(repeat="differs"), lambda: facts(repeat="equal")),
+    "bookkeeping": (
+        lambda: facts(found(parted(), TRIM)),
+        # Changed because the cache was quantised right before is no contradiction.
+        lambda: facts(found(parted(), CHANGED), Recorded(quantised_b=((3, 1),))),
+    ),
+    "not-finite": (
+        lambda: facts(equal(), Recorded(not_finite=(("b", "anchor", 3),))),
+        lambda: facts(equal(), finite="finite"),
+    ),
+    "identical": (
+        lambda: facts(equal()),
+        lambda: facts(replace(equal(), identical=False, inconclusive=True)),
+    ),
+    "incomplete": (
+        lambda: facts(replace(equal(), identical=False, inconclusive=True)),
+        lambda: facts(equal()),
+    ),
+    "settings": (
+        lambda: facts(replace(chosen(), workload=(SETTINGS,))),
+        # Where digests differ, the sampling does not explain it.
+        lambda: facts(replace(parted(), workload=(SETTINGS,))),
+    ),
+    "sampling": (lambda: facts(chosen()), lambda: facts(parted())),
+    "quantised": (quantised, lambda: quantised(policy="remains")),
+    "leak": (lambda: facts(neighbour_content="differs"), lambda: facts(neighbour_content="equal")),
+    "reading": (lambda: facts(read()), lambda: facts(read(), repeat="not_run")),
+    "outside": (
+        lambda: facts(oracle=oracle("outside", outside_where=[OUTSIDE])),
+        lambda: facts(oracle=oracle("outside", outside_where=[OUTSIDE], precision=PRECISION)),
+    ),
+    "precision": (
+        lambda: facts(oracle=oracle("outside", outside_where=[OUTSIDE], precision=PRECISION)),
+        lambda: facts(
+            oracle=oracle("outside", outside_where=[OUTSIDE], precision=PRECISION), hold_path="remains"
+        ),
+    ),
+    "worse-path": (lambda: facts(oracle=oracle("inside", far=FAR)), lambda: facts(oracle=oracle("inside"))),
+    "path": (lambda: facts(), lambda: facts(hold_path="remains")),
+    "undetermined": (lambda: facts(oracle="not_run"), lambda: facts()),
+}
+
+
+def test_every_rule_has_a_case() -> None:
+    assert list(CASES) == [rule.name for rule in RULES]
+    assert {rule.verdict for rule in RULES} == set(KINDS)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_rule_decides_its_case_and_not_the_twin(name: str) -> None:
+    case, twin = (make() for make in CASES[name])
+    assert deciding(case).name == name
+    assert deciding(twin).name != name
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_verdict_says_what_decided(name: str) -> None:
+    verdict = decide(CASES[name][0]())
+    assert verdict.rule == name and verdict.said.strip() == verdict.said and verdict.said.endswith(".")
+    assert "None" not in verdict.said and "  " not in verdict.said
+    rule = next(rule for rule in RULES if rule.name == name)
+    assert {each.fact for each in verdict.deciding} <= set(rule.because)
+    assert bool(verdict.deciding) == (name != "undetermined")
+    assert bool(verdict.missing) == (name == "undetermined")
+
+
+@pytest.mark.parametrize("what", CONTRADICTIONS)
+@pytest.mark.parametrize("run", ["a", "b", "both"])
+def test_every_contradiction_is_a_bug_and_other_findings_are_none(what: str, run: str) -> None:
+    detail = "something is not as it should be"
+    verdict = decide(facts(found(parted(), Finding(run, what, None, None, detail))))
+    assert verdict.kind == "bug" and detail in verdict.said
+    assert decide(facts(found(parted(), Finding(run, "wrap", None, None, detail)))).kind == "numerics"
+
+
+def test_a_change_after_the_quantisation_that_explains_others_is_a_bug() -> None:
+    late = replace(CHANGED, forward=5)
+    assert decide(facts(found(parted(), CHANGED, late), Recorded(quantised_b=((3, 1),)))).kind == "bug"
+    assert (
+        decide(facts(found(parted(), replace(CHANGED, run="a")), Recorded(quantised_b=((3, 1),)))).kind
+        == "bug"
+    )
+
+
+def test_other_cache_settings_are_a_policy_whatever_else_parts() -> None:
+    verdict = decide(facts(asked(parted(), kv_bits=4)))
+    assert verdict.kind == "policy" and "kv_bits None and 4" in verdict.said
+
+
+def test_an_origin_before_the_quantisation_is_not_explained_by_it() -> None:
+    late = Recorded(quantised_a=((20, 40),), quantised_b=((32, 40),))
+    assert decide(facts(found(parted(), QUANTISE), late, policy="removed")).rule != "quantised"
+
+
+def test_sampling_differs_with_equal_settings_says_so() -> None:
+    verdict = decide(facts(chosen()))
+    assert verdict.kind == "bug" and verdict.said.startswith("The sampling, not the model")
+
+
+@pytest.mark.parametrize("name", ["repeat", "hold_path", "oracle"])
+@pytest.mark.parametrize("result", ["not_run", "undecided"])
+def test_no_numerics_without_each_of_its_controls(name: str, result: str) -> None:
+    verdict = decide(facts(**{name: result}))
+    assert verdict.kind == "undetermined"
+    assert [each for each in verdict.missing if name in each]
+
+
+def test_no_numerics_without_a_path_change() -> None:
+    divergence = parted()
+    origin = divergence.request("anchor").origin
+    assert origin is not None
+    same = replace(origin, path_b=origin.path_a, rule_b=origin.rule_a, rows_b=origin.rows_a)
+    requests = tuple(replace(r, origin=same) if r.id == "anchor" else r for r in divergence.requests)
+    verdict = decide(facts(replace(divergence, requests=requests)))
+    assert verdict.kind == "undetermined" and "a path change" in verdict.missing[0]
+
+
+def test_what_never_reached_a_cache_or_a_logit_is_not_seen_to_go() -> None:
+    divergence = parted()
+    requests = tuple(replace(r, flip=None, cache_entry=None, margins=()) for r in divergence.requests)
+    verdict = decide(facts(replace(divergence, requests=requests)))
+    assert verdict.kind == "undetermined" and any("an effect" in each for each in verdict.missing)
+
+
+def test_magnitude_decides_nothing() -> None:
+    huge = {**ORACLE, "ratio": 1e9, "pairs": [{"worst_a": 1.0, "worst_b": 0.9}]}
+    assert decide(facts(oracle=control("oracle", "inside", **huge))).rule == "path"
+
+
+def test_the_sentences_of_numerics_name_rule_side_and_cost() -> None:
+    verdict = decide(facts())
+    assert "layers.0.attn.k_proj took reference/candle-metal/" in verdict.said
+    assert "run a is nearer to float64" in verdict.said and HELD in verdict.said
+    assert HELD in verdict.advice and "10 ms a forward" in verdict.advice
+    assert decide(facts(oracle=oracle("inside", far=FAR))).said.startswith(
+        "Rounding, and one path is far worse than the other: run a"
+    )
+    assert decide(facts(oracle=oracle("outside", precision=PRECISION))).said.startswith(
+        "Precision, not order"
+    )
+
+
+def test_the_first_value_that_is_not_finite_is_named_with_its_row() -> None:
+    first = {
+        "padding": True,
+        "said": "layers.0.self_attn.attention (attention) gave a NaN in run b, forward 0, row 11",
+    }
+    verdict = decide(facts(finite=control("finite", "not_finite", first=first)))
+    assert verdict.kind == "bug" and "first in a row of padding" in verdict.said and "row 11" in verdict.said
+    first["padding"] = False
+    assert "a real row" in decide(facts(finite=control("finite", "not_finite", first=first))).said
+
+
+def test_acceptance_and_proposals_are_evidence() -> None:
+    said = {each.fact: each.said for each in decide(facts(speculated(parted()))).evidence}
+    assert said["acceptance"].startswith(
+        "anchor: 5 of 8 drafts accepted in a and 4 of 8 drafts accepted in b; the engine counted"
+    )
+    assert "the target decided differently" in said["proposals"]
+
+
+def test_a_verdict_has_no_truth_value() -> None:
+    with pytest.raises(TypeError, match=r"ask \.kind"):
+        bool(decide(facts()))
+
+
+def test_the_table_in_the_docs_is_the_one_in_the_code() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "verdicts.md").read_text(encoding="utf-8")
+    written = re.search(f"{re.escape(TABLE_START)}\n(.*?)\n{re.escape(TABLE_END)}", page, re.DOTALL)
+    assert written is not None and written[1] == table(), "run `python tools/verdict_matrix.py --rules`"
