@@ -72,7 +72,10 @@ class Series:
         while True:
             asked = self._scenario(draw)
             a = self._record(loaded, asked)
-            site, rows, forward = self._call(draw, a)
+            call = self._call(draw, a)
+            if call is None:
+                continue
+            site, rows, forward = call
             rules = (PathRule(site, rows=str(rows), path="candle-metal/mv"), DECOY)
             b = self._record(loaded, replace(asked, kernels=KernelPlan(rules=rules)))
             divergence = compare(a, b)
@@ -148,10 +151,12 @@ class Series:
         options = RecordOptions(observe=0, plants=plants)
         return record(asked, self._directory / str(self._count), loaded=loaded, options=options)
 
-    def _call(self, draw: random.Random, trace: Trace) -> tuple[str, int, int]:
-        """A linear site, and a forward whose number of rows no other one has."""
+    def _call(self, draw: random.Random, trace: Trace) -> tuple[str, int, int] | None:
+        """A linear site, and a forward whose number of rows no other one has; None where there is none."""
         rows = [int(line["shape"][1]) for line in trace.forwards()]
         alone = [n for n, count in enumerate(rows) if rows.count(count) == 1]
+        if not alone:
+            return None
         forward = draw.choice(alone)
         site = draw.choice([site.name for site in trace.sites if site.kind == "linear"])
         return site, rows[forward], forward

@@ -17,6 +17,7 @@ from detdiff.trace import Trace
 from .case import Case
 from .control import NOT_RUN, Budget, CannotRun, Control
 from .evidence import Facts, Recorded
+from .fragility import Fragility, fragility
 from .rules import RULES, decide, deciding
 from .verdict import Verdict
 
@@ -73,7 +74,8 @@ def explain(
         return decide(Facts(None, why=_TEMPORARY.sub(r"side \1", str(error))))
     divergence = _named(case.divergence, sides)
     facts = Facts(divergence, Recorded.of(case.a, case.b))
-    return decide(_run(case, facts, wanted, controls is not None, on_control))
+    verdict = decide(_run(case, facts, wanted, controls is not None, on_control))
+    return verdict if divergence.identical else replace(verdict, fragile=_fragile(case))
 
 
 def _wanted(controls: Sequence[str] | None) -> tuple[str, ...]:
@@ -83,6 +85,13 @@ def _wanted(controls: Sequence[str] | None) -> tuple[str, ...]:
             f"There is no control {unknown[0]!r}; expected one of {', '.join(ORDER)}. Correct the name."
         )
     return ORDER if controls is None else tuple(name for name in ORDER if name in controls)
+
+
+def _fragile(case: Case) -> tuple[Fragility, ...]:
+    try:
+        return fragility(case.a, case.b)
+    except NothingComparable:
+        return ()
 
 
 def _opened(run: Run) -> Trace | Scenario:

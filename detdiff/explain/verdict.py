@@ -9,6 +9,7 @@ from typing import Any, Final, Literal, NoReturn
 from detdiff.compare.divergence import Divergence
 
 from .control import Control
+from .fragility import Fragility
 
 Kind = Literal["identical", "numerics", "bug", "policy", "race", "undetermined"]
 KINDS: Final[tuple[Kind, ...]] = ("identical", "numerics", "bug", "policy", "race", "undetermined")
@@ -33,7 +34,8 @@ class Verdict:
 
     ``said`` is the verdict in a sentence or two and ``advice`` what to do about it, empty where nothing is to be done.
     ``missing`` says, for ``undetermined``, what was not known. ``inconclusive`` is true where nothing parted and not
-    everything could be compared, or nothing was comparable; ``divergence`` is None only in that last case.
+    everything could be compared, or nothing was comparable; ``divergence`` is None only in that last case. ``fragile`` are
+    the tokens of run a up to each flip, those nearest to another choice first; empty where nothing moved.
     """
 
     kind: Kind
@@ -44,6 +46,7 @@ class Verdict:
     rule: str = ""
     advice: str = ""
     missing: tuple[str, ...] = ()
+    fragile: tuple[Fragility, ...] = ()
 
     def __bool__(self) -> NoReturn:
         raise TypeError("a Verdict has no truth value; ask .kind")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from detdiff.explain.control import Control
@@ -23,6 +24,7 @@ def verdict_json(verdict: Verdict) -> dict[str, Any]:
         "missing": list(verdict.missing),
         "evidence": [_evidence(each) for each in verdict.evidence],
         "controls": [_control(each) for each in verdict.controls],
+        "fragile": [encoded(asdict(each)) for each in verdict.fragile],
         "divergence": None if verdict.divergence is None else to_json(verdict.divergence),
     }
 

@@ -26,6 +26,7 @@ TITLES = (
 )
 """What stands under each number, 1 to 7."""
 HOLD = "hold_path"
+_NEAREST = 5
 
 
 def verdict_text(verdict: Verdict, *, width: int = 100) -> str:
@@ -38,6 +39,7 @@ def verdict_text(verdict: Verdict, *, width: int = 100) -> str:
         parted = [request for request in divergence.requests if request.rung is not None]
         if parted:
             _flips(page, verdict, divergence)
+            _fragile(page, verdict)
             _forwards(page, parted)
             _births(page, verdict, parted)
             _caches(page, parted)
@@ -68,6 +70,24 @@ def _flips(page: Page, verdict: Verdict, divergence: Divergence) -> None:
                 if each.fact == "proposals" and each.detail.get("request") == request.id:
                     page.item("  draft: ", escaped(each.said))
             speculation_lines(page, request)
+
+
+def _fragile(page: Page, verdict: Verdict) -> None:
+    """The tokens nearest to another choice, and how many such changes would flip on average."""
+    if not verdict.fragile:
+        return
+    nearest = [
+        f"token {each.index} of {escaped(each.request)} (margin {each.margin:.6f}"
+        + (f", moved by {each.delta:+.6f}" if each.delta is not None else "")
+        + f", chance {each.chance:.3f})"
+        for each in verdict.fragile[:_NEAREST]
+    ]
+    expected = sum(each.chance for each in verdict.fragile)
+    page.item(
+        "  nearest to another choice: ",
+        f"{', '.join(nearest)}; by what moved between these runs, {expected:.1f} of {count(len(verdict.fragile), 'token')} flip on "
+        "average under such a change",
+    )
 
 
 def _end(request: RequestDivergence) -> str:
