@@ -101,6 +101,7 @@ def _cuda_loop() -> Loop:
 def _cpu_loop() -> Loop:
     def quantise_cpu(x: Any, codes: Any, scale: Any, total: Any, blocks: int) -> None:
         zero, top, shift = np.float32(0), np.float32(127), np.float32(12582912)
+        least, limit = np.float32(-128), np.float32(2147483648)
         largest = np.empty(8, np.float32)
         for block in range(blocks):
             first = block * 32
@@ -125,7 +126,9 @@ def _cpu_loop() -> Loop:
                 value = x[i] * inverse
                 # Adding 1.5 * 2^23 leaves no room for a fraction.
                 near = (value + shift) - shift
-                codes[i] = near if abs(near) <= top else -top - np.float32(1)
+                # What int32 cannot hold becomes its least number; packing to 8 bits saturates. Only a NaN in the block
+                # leaves a maximum that is too small.
+                codes[i] = min(max(near, least), top) if abs(value) < limit else least
                 count += codes[i]
             total[block] = d * count
 

@@ -100,7 +100,9 @@ def _paged() -> PagedCache:
 
 @pytest.mark.parametrize("chunk", [1, 5, 23])
 @pytest.mark.parametrize(
-    "make", [KVCache, lambda: RotatingKVCache(16), lambda: RotatingKVCache(64), _paged], ids=str
+    "make",
+    [KVCache, lambda: RotatingKVCache(16), lambda: RotatingKVCache(64), _paged],
+    ids=["plain", "wrapped window", "open window", "paged"],
 )
 def test_entries_lie_by_position_and_can_be_replaced(make: Any, chunk: int) -> None:
     cache, keys, values = _filled(make(), 23, 1, chunk)

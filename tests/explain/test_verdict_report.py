@@ -152,7 +152,7 @@ def documented() -> set[str]:
 def test_json_has_the_keys_that_scripts_rely_on() -> None:
     answer = json.loads(json.dumps(verdict_json(verdict()), allow_nan=False))
     assert list(answer) == [
-        "schema", "verdict", "said", "rule", "advice", "missing", "evidence", "controls", "divergence",
+        "schema", "verdict", "said", "rule", "advice", "missing", "evidence", "controls", "fragile", "divergence",
     ]  # fmt: skip
     assert answer["schema"] == SCHEMA == "detdiff.verdict/1" and answer["verdict"] == "numerics"
     for each in answer["controls"]:

@@ -96,7 +96,7 @@ def cpu_inputs(x: Row, *, rounding: Rounding = even) -> list[Inputs]:
         for one in block:
             value = rounding(mul(one, inverse))
             # A number that int32 cannot hold becomes its least, and the least of 8 bits when packed.
-            codes.append(max(int(value), -128) if abs(value) < 2**31 else -128)
+            codes.append(min(max(int(value), -128), 127) if abs(value) < 2**31 else -128)
         found.append(Inputs(codes, f16(d), f16(mul(d, float(sum(codes))))))
     return found
 
