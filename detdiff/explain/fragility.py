@@ -44,7 +44,7 @@ class Movements:
 
         Raises NothingComparable where the traces share none.
         """
-        sizes = [delta for _, _, delta in _deltas(a, b) if delta is not None]
+        sizes = [delta for *_, delta in _tokens(a, b) if delta is not None]
         if not sizes:
             raise NothingComparable(
                 f"Run a ({a.path}) and run b ({b.path}) share no generated token whose two highest logits are known in both. "
@@ -72,29 +72,25 @@ def fragility(a: Trace, b: Trace, movements: Movements | None = None) -> tuple[F
     """
     movements = movements or Movements.between(a, b)
     found = []
-    for request, steps, index, delta in _tokens(a, b):
-        margin = float(steps.margins()[index])
-        chance = movements.chance(margin)
-        found.append(Fragility(request, index, int(steps.token[index]), margin, delta, chance))
+    for request, index, token, margin, delta in _tokens(a, b):
+        found.append(Fragility(request, index, token, margin, delta, movements.chance(margin)))
     return tuple(sorted(found, key=lambda token: (-token.chance, token.request, token.index)))
 
 
-def _deltas(a: Trace, b: Trace) -> list[tuple[str, int, float | None]]:
-    return [(request, index, delta) for request, _, index, delta in _tokens(a, b)]
-
-
-def _tokens(a: Trace, b: Trace) -> list[tuple[str, Steps, int, float | None]]:
-    """(request, its steps in a, index, movement) of the tokens up to each flip."""
+def _tokens(a: Trace, b: Trace) -> list[tuple[str, int, int, float, float | None]]:
+    """(request, index, a's token, its margin, movement) of the tokens up to each flip."""
     numbers = {str(request["id"]): number for number, request in enumerate(b.requests)}
-    made = {"a": a.generated(), "b": b.generated()}
+    made_a, made_b = a.generated(), b.generated()
     found = []
     for number, request in enumerate(a.requests):
         name = str(request["id"])
         if name not in numbers or list(request["tokens"]) != list(b.requests[numbers[name]]["tokens"]):
             continue
-        steps_a, steps_b = Steps.of(made["a"], number), Steps.of(made["b"], numbers[name])
+        steps_a, steps_b = Steps.of(made_a, number), Steps.of(made_b, numbers[name])
+        margins = steps_a.margins()
         for index in range(min(len(steps_a), len(steps_b))):
-            found.append((name, steps_a, index, _movement(steps_a, steps_b, index)))
+            moved = _movement(steps_a, steps_b, index)
+            found.append((name, index, int(steps_a.token[index]), float(margins[index]), moved))
             if steps_a.token[index] != steps_b.token[index]:
                 break
     return found

@@ -165,7 +165,8 @@ class Plan:
     """An order at work on rows of ``k`` items: flat, lane after lane.
 
     ``terms`` and ``masks`` are item numbers and code masks of every term, ``values`` the items that the sums of
-    units run over, ``scales`` the powers of two of ``prescale``; ``units`` counts units of a lane, 1 for a chain.
+    units run over, ``scales`` the powers of two of ``prescale``; ``units`` counts units of a lane, 1 for a chain. ``straight`` says that
+    the terms are all items as they lie.
     """
 
     terms: Indices
@@ -175,6 +176,7 @@ class Plan:
     lanes: int
     units: int
     part: int
+    straight: bool
 
 
 @lru_cache(maxsize=512)
@@ -201,4 +203,5 @@ def plan(order: Order, k: int) -> Plan:
         order.walk.lanes,
         units,
         order.part or terms.shape[1],
+        np.array_equal(terms.reshape(-1), np.arange(k)),
     )

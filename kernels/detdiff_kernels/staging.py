@@ -52,15 +52,11 @@ class Staged:
         """What ``order`` reads; orders that differ in their reduction alone share it."""
         steps = plan(order, self.k)
         # Contiguous ranges, however many, are one walk.
-        walk = order.walk if steps.terms.tobytes() != _straight(self.k) else None
+        walk = None if steps.straight else order.walk
         key = (walk, order.weight, order.join, order.unit)
         if key not in self.layouts:
             self.layouts[key] = _laid_out(self.weight, order, steps, self.dtype)
         return self.layouts[key]
-
-
-def _straight(k: int) -> bytes:
-    return np.arange(k).tobytes()
 
 
 def _laid_out(weight: Weight, order: Order, steps: Plan, dtype: str) -> Layout:
