@@ -98,6 +98,51 @@ def json_option(function: F) -> F:
     )(function)
 
 
+def sides_options(traces: str) -> Callable[[F], F]:
+    """What says which two sides there are; ``traces`` opens what --model means beside them."""
+    options = (
+        click.argument("files", nargs=-1, metavar="[A] [B]", type=click.Path(path_type=Path)),
+        click.option(
+            "--model",
+            help=f"Without files: builtin, a directory, or a hub id. {traces}: where their model is now.",
+        ),
+        click.option(
+            "--prompt", "prompts", multiple=True, help="Without files: a request's text; give one for each."
+        ),
+        click.option(
+            "--a",
+            "flags_a",
+            metavar="FLAGS",
+            default="",
+            help="Side a: key=value key=value, as in a scenario.",
+        ),
+        click.option(
+            "--b", "flags_b", metavar="FLAGS", default="", help="Side b; --a and --b win over --both."
+        ),
+        click.option("--both", metavar="FLAGS", default="", help="The same for both sides."),
+        click.option(
+            "--split-rows", metavar="N", help="Short for --both split_rows=N: at most N rows go row by row."
+        ),
+        click.option(
+            "--kernels", metavar="NAME", help="Short for --both kernels=NAME: a dispatch profile, or native."
+        ),
+        click.option(
+            "--keep",
+            metavar="DIR",
+            type=click.Path(path_type=Path),
+            help="Keep the traces as DIR/a and DIR/b.",
+        ),
+    )
+
+    def decorate(function: F) -> F:
+        # Decorators apply from the last to the first, and so click lists them.
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return decorate
+
+
 @contextmanager
 def _progress(label: str) -> Iterator[OnToken | None]:
     if not sys.stderr.isatty():
@@ -163,28 +208,7 @@ def record(scenario: Path, trace: Path, capture: str | None, changes: tuple[str,
 
 
 @main.command()
-@click.argument("files", nargs=-1, metavar="[A] [B]", type=click.Path(path_type=Path))
-@click.option(
-    "--model",
-    help="Without files: builtin, a directory, or a hub id. With traces and --replay: where their model is now.",
-)
-@click.option(
-    "--prompt", "prompts", multiple=True, help="Without files: a request's text; give one for each."
-)
-@click.option(
-    "--a", "flags_a", metavar="FLAGS", default="", help="Side a: key=value key=value, as in a scenario."
-)
-@click.option("--b", "flags_b", metavar="FLAGS", default="", help="Side b; --a and --b win over --both.")
-@click.option("--both", metavar="FLAGS", default="", help="The same for both sides.")
-@click.option(
-    "--split-rows", metavar="N", help="Short for --both split_rows=N: at most N rows go row by row."
-)
-@click.option(
-    "--kernels", metavar="NAME", help="Short for --both kernels=NAME: a dispatch profile, or native."
-)
-@click.option(
-    "--keep", metavar="DIR", type=click.Path(path_type=Path), help="Keep the traces as DIR/a and DIR/b."
-)
+@sides_options("With traces and --replay")
 @click.option(
     "--replay", is_flag=True, help="Run both again and capture values around each divergence: ULPs."
 )
@@ -230,27 +254,7 @@ def compare(files: tuple[Path, ...], **options: Any) -> None:
 
 
 @main.command()
-@click.argument("files", nargs=-1, metavar="[A] [B]", type=click.Path(path_type=Path))
-@click.option(
-    "--model", help="Without files: builtin, a directory, or a hub id. With traces: where their model is now."
-)
-@click.option(
-    "--prompt", "prompts", multiple=True, help="Without files: a request's text; give one for each."
-)
-@click.option(
-    "--a", "flags_a", metavar="FLAGS", default="", help="Side a: key=value key=value, as in a scenario."
-)
-@click.option("--b", "flags_b", metavar="FLAGS", default="", help="Side b; --a and --b win over --both.")
-@click.option("--both", metavar="FLAGS", default="", help="The same for both sides.")
-@click.option(
-    "--split-rows", metavar="N", help="Short for --both split_rows=N: at most N rows go row by row."
-)
-@click.option(
-    "--kernels", metavar="NAME", help="Short for --both kernels=NAME: a dispatch profile, or native."
-)
-@click.option(
-    "--keep", metavar="DIR", type=click.Path(path_type=Path), help="Keep the traces as DIR/a and DIR/b."
-)
+@sides_options("With traces")
 @click.option(
     "--control", "controls", metavar="NAME", multiple=True, help="Run this control alone; may be given again."
 )
