@@ -28,20 +28,31 @@ def divergence_text(divergence: Divergence, *, width: int = 100) -> str:
     page.prose(headline(divergence))
     for run, name in ((divergence.a, "a"), (divergence.b, "b")):
         page.item(f"{name}: ", _run(run))
-    for title, findings in (("workload", divergence.workload), ("bookkeeping", divergence.bookkeeping)):
-        if findings:
-            page.blank()
-            page.prose(f"{title}:")
-            for finding in findings:
-                page.item("  - ", _finding(finding))
+    finding_lines(page, divergence)
     for request in divergence.requests:
         if request.rung is not None:
             how = tuple(
                 sampling(asked(run.scenario).get(request.id, {})) for run in (divergence.a, divergence.b)
             )
             _request(page, request, how)
-    alike = [request for request in divergence.requests if request.rung is None]
     page.blank()
+    compared_lines(page, divergence)
+    return page.text()
+
+
+def finding_lines(page: Page, divergence: Divergence) -> None:
+    """Differences of the workload, and bookkeeping that contradicts the rows."""
+    for title, findings in (("workload", divergence.workload), ("bookkeeping", divergence.bookkeeping)):
+        if findings:
+            page.blank()
+            page.prose(f"{title}:")
+            for finding in findings:
+                page.item("  - ", _finding(finding))
+
+
+def compared_lines(page: Page, divergence: Divergence) -> None:
+    """What is equal, what was compared and what was not, events of the caches, and notes."""
+    alike = [request for request in divergence.requests if request.rung is None]
     if alike:
         names = ", ".join(escaped(request.id) for request in alike)
         rows = sum(request.rows for request in alike)
@@ -52,7 +63,6 @@ def divergence_text(divergence: Divergence, *, width: int = 100) -> str:
     event_lines(page, divergence)
     for note in divergence.notes:
         page.item("note: ", escaped(note))
-    return page.text()
 
 
 def headline(divergence: Divergence) -> str:
@@ -131,29 +141,40 @@ def _request(page: Page, request: RequestDivergence, how: Sequence[str | None]) 
     agreement_lines(page, request)
     speculation_lines(page, request)
     cache_lines(page, request)
-    if request.origins:
-        page.item("  origins: ", count(sum(found.count for found in request.origins), "in all", "in all"))
-        page.table(
-            [
-                [
-                    found.kind,
-                    "-" if found.layer is None else str(found.layer),
-                    found.path_a,
-                    found.path_b,
-                    f"{found.count:,}",
-                ]
-                for found in request.origins[:8]
-            ],
-            ["kind", "layer", "path in a", "path in b", "origins"],
-            "    ",
-        )
-        if len(request.origins) > 8:
-            page.item("    ", f"and {len(request.origins) - 8} more kinds, layers and path pairs")
+    origin_count_lines(page, request)
+    margin_lines(page, request)
+
+
+def margin_lines(page: Page, request: RequestDivergence) -> None:
+    """The smallest margins of tokens that both runs chose."""
     if request.margins:
         margins = ", ".join(
             f"{number(m.margin_a)} / {number(m.margin_b)} at token {m.index}" for m in request.margins
         )
         page.item("  smallest margins of equal tokens (a / b): ", margins)
+
+
+def origin_count_lines(page: Page, request: RequestDivergence) -> None:
+    """How many origins there are, by kind, layer and pair of kernel paths."""
+    if not request.origins:
+        return
+    page.item("  origins: ", count(sum(found.count for found in request.origins), "in all", "in all"))
+    page.table(
+        [
+            [
+                found.kind,
+                "-" if found.layer is None else str(found.layer),
+                found.path_a or "-",
+                found.path_b or "-",
+                f"{found.count:,}",
+            ]
+            for found in request.origins[:8]
+        ],
+        ["kind", "layer", "path in a", "path in b", "origins"],
+        "    ",
+    )
+    if len(request.origins) > 8:
+        page.item("    ", f"and {len(request.origins) - 8} more kinds, layers and path pairs")
 
 
 def cache_lines(page: Page, request: RequestDivergence) -> None:

@@ -39,13 +39,17 @@ def verdict_text(verdict: Verdict, *, width: int = 100) -> str:
         parted = [request for request in divergence.requests if request.rung is not None]
         if parted:
             _flips(page, verdict, divergence)
-            _fragile(page, verdict)
+            fragile_lines(page, verdict)
             _forwards(page, parted)
             _births(page, verdict, parted)
             _caches(page, parted)
-    _controls(page, verdict)
-    _float64(page, verdict)
-    _verdict(page, verdict)
+    _title(page, 5)
+    control_lines(page, verdict)
+    if verdict.control("oracle") is not None:
+        _title(page, 6)
+        float64_lines(page, verdict)
+    _title(page, 7)
+    verdict_lines(page, verdict)
     return page.text()
 
 
@@ -72,7 +76,7 @@ def _flips(page: Page, verdict: Verdict, divergence: Divergence) -> None:
             speculation_lines(page, request)
 
 
-def _fragile(page: Page, verdict: Verdict) -> None:
+def fragile_lines(page: Page, verdict: Verdict) -> None:
     """The tokens nearest to another choice, and how many such changes would flip on average."""
     if not verdict.fragile:
         return
@@ -142,8 +146,8 @@ def _caches(page: Page, parted: list[RequestDivergence]) -> None:
         cache_lines(page, request)
 
 
-def _controls(page: Page, verdict: Verdict) -> None:
-    _title(page, 5)
+def control_lines(page: Page, verdict: Verdict) -> None:
+    """Every control with its result, those that were not run with the reason, and the acceptance of drafts."""
     ran = [control for control in verdict.controls if control.result != NOT_RUN]
     # What was done by hand came to rest on this one, so it is read first.
     for control in sorted(ran, key=lambda control: control.name != HOLD):
@@ -163,10 +167,10 @@ def _controls(page: Page, verdict: Verdict) -> None:
 
 def _control(control: Control) -> str:
     forwards = count(control.forwards, "forward")
-    return f"{escaped(_sentence(control.said))} ({forwards}, {control.seconds:.1f} s)"
+    return f"{escaped(sentence_of(control.said))} ({forwards}, {control.seconds:.1f} s)"
 
 
-def _sentence(words: str) -> str:
+def sentence_of(words: str) -> str:
     """A clause with a capital and a full stop; a site's name stays as it is."""
     if not words:
         return ""
@@ -174,15 +178,15 @@ def _sentence(words: str) -> str:
     return f"{start}{words[1:].rstrip('.')}."
 
 
-def _float64(page: Page, verdict: Verdict) -> None:
+def float64_lines(page: Page, verdict: Verdict) -> None:
+    """How far both runs' operations are from float64, in units of their rounding bounds."""
     control = verdict.control("oracle")
     if control is None:
         return
-    _title(page, 6)
     if control.result == NOT_RUN:
         page.item("  not run: ", escaped(control.said))
         return
-    page.item("  ", escaped(_sentence(control.said)))
+    page.item("  ", escaped(sentence_of(control.said)))
     pairs = control.detail.get("pairs", ())
     if pairs:
         page.table(
@@ -211,8 +215,8 @@ def _pair(pair: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _verdict(page: Page, verdict: Verdict) -> None:
-    _title(page, 7)
+def verdict_lines(page: Page, verdict: Verdict) -> None:
+    """The verdict, the evidence that decided, what is missing and what to do."""
     page.item("  ", f"{verdict.kind}, by the rule `{verdict.rule}`. {escaped(verdict.said)}")
     for each in verdict.deciding:
         page.item("  because: ", escaped(each.said))

@@ -108,3 +108,8 @@ def size(found: Magnitude) -> str:
             f"not finite: {found.nan_a:,} NaN and {found.inf_a:,} Inf in a, {found.nan_b:,} NaN and {found.inf_b:,} Inf in b"
         )
     return "; ".join(parts)
+
+
+def short_path(path: str | None) -> str:
+    """A kernel path without the word that says of which sort it is; ``native`` where none was recorded."""
+    return "native" if path is None else escaped(path.removeprefix("reference/").removeprefix("forced/"))

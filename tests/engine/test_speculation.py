@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from functools import cache
 from typing import Any
@@ -46,8 +47,14 @@ def greedy(seed: int) -> dict[str, list[int]]:
     return generate(of_seed(seed, layout="packed"), loaded=model("llama"))
 
 
-# Each seed meets every k, and each arrival from 0 to 20 some k and seed.
-CELLS = [(seed, k, (seed * 8 + k * 5) % 21) for seed in range(SEEDS) for k in range(1, 9)]
+# Each seed meets every k, and each arrival from 0 to 20 some k and seed. DETDIFF_TEST_FULL=1 runs the whole product.
+CELLS = [
+    (seed, k, arrival)
+    for seed in range(SEEDS)
+    for k in range(1, 9)
+    for arrival in range(21)
+    if os.environ.get("DETDIFF_TEST_FULL") or arrival == (seed * 8 + k * 5) % 21
+]
 
 
 def test_the_cells_cover_every_k_and_arrival() -> None:
