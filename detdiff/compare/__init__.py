@@ -23,10 +23,14 @@ from detdiff.compare.divergence import (
     RequestDivergence,
     Run,
 )
+from detdiff.compare.grids import Grid
 from detdiff.compare.ladder import RUNGS, compare
 from detdiff.compare.magnitude import Magnitude
 from detdiff.compare.metrics import Values, kl_divergence, measure, ulp_distance
+from detdiff.compare.points import LensPoint, TokenPoint
+from detdiff.compare.series import RequestSeries, Series, series
 from detdiff.compare.speculated import Acceptance, Proposed, Verification, Verified
+from detdiff.compare.timeline import ForwardPoint, Threshold
 
 __all__ = [
     "RUNGS",
@@ -45,7 +49,10 @@ __all__ = [
     "Finding",
     "Flip",
     "FlipForward",
+    "ForwardPoint",
+    "Grid",
     "Growth",
+    "LensPoint",
     "Magnitude",
     "Margin",
     "Member",
@@ -54,12 +61,17 @@ __all__ = [
     "OriginCount",
     "Proposed",
     "RequestDivergence",
+    "RequestSeries",
     "Run",
+    "Series",
+    "Threshold",
+    "TokenPoint",
     "Values",
     "Verification",
     "Verified",
     "compare",
     "kl_divergence",
     "measure",
+    "series",
     "ulp_distance",
 ]

@@ -125,11 +125,11 @@ def _attributed(finding: Finding, run: RunEvents) -> Finding:
     ]
     if not done:
         return finding
-    said = "; ".join(dict.fromkeys(_deed(event, run.ids) for event in done))
+    said = "; ".join(dict.fromkeys(deed(event, run.ids) for event in done))
     return replace(finding, detail=f"{finding.detail}; right before, after forward {since}: {said}")
 
 
-def _deed(event: Event, ids: Sequence[str]) -> str:
+def deed(event: Event, ids: Sequence[str]) -> str:
     """What an event did, in a few words."""
     kind = event["event"]
     if kind == "filter":
@@ -343,5 +343,5 @@ def _listed(run: RunEvents) -> Iterator[Finding]:
                 f"{event.get('window')} in layers {event.get('layers')}"
             )
         else:
-            detail = _deed(event, run.ids)
+            detail = deed(event, run.ids)
         yield Finding(run.run, kind, run.id(event), event["forward"], detail)

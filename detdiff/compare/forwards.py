@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -85,10 +85,7 @@ class RunLog:
     def composition(self, forward: int) -> Composition:
         """Who was in a forward; rows of one request in several places are listed one by one."""
         line = self._forwards[forward]
-        ids = [request["id"] for request in self._trace.requests]
-        members = tuple(
-            Member(ids[row["request"]], row["phase"], row["start"], row["count"]) for row in line["rows"]
-        )
+        members = members_of(line, [request["id"] for request in self._trace.requests])
         return Composition(forward, line["phase"], line["layout"], sum(m.rows for m in members), members)
 
     def call(self, forward: int, site: int, row: Row) -> Call:
@@ -168,6 +165,13 @@ class RunLog:
         """The same as findings, in the order of their first forward."""
         ids = [request["id"] for request in self._trace.requests]
         return grouped(self._run, ids, self.noticed)
+
+
+def members_of(line: Mapping[str, Any], ids: Sequence[str]) -> tuple[Member, ...]:
+    """Who is in a forward by its line of the trace; ``ids`` are the requests' ids by number."""
+    return tuple(
+        Member(ids[row["request"]], row["phase"], row["start"], row["count"]) for row in line["rows"]
+    )
 
 
 def one_sided(a: RunLog, b: RunLog, limit: int = 32) -> tuple[tuple[Finding, ...], bool]:

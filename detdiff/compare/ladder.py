@@ -6,6 +6,8 @@ Nothing compared is never a pass.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -23,20 +25,36 @@ from .ports import CommonPorts
 from .requests import Pairing, pair_requests, was_forced
 from .rows import RowPairs, pair_rows
 from .scan import Scanner
-from .tally import Int64, Tally
+from .tally import Int64, Tally, Watch
 from .verification import Verifications
 
 RUNGS: Final = ("workload", "bookkeeping", "dtype", "shape", "bits", "tokens")
 """From the earliest to the last. ``tokens``: every compared digest is equal and yet the tokens differ."""
 
 
-def compare(a: Trace, b: Trace) -> Divergence:
+def compare(a: Trace, b: Trace, *, requests: Collection[str] | None = None) -> Divergence:
     """Where and how run ``b`` parts from run ``a``. Needs the traces alone, no model.
 
-    Raises NothingComparable for traces of two models or without a common request, row or port, and TraceError
-    where a part of a trace that is read only now breaks a rule.
+    ``requests`` are the ids that are asked about, None: all of both runs. Raises NothingComparable for traces of two models
+    or without a common request, row or port, and TraceError where a part of a trace that is read only now breaks a rule.
     """
-    pairing = pair_requests(a, b)
+    aligned = align(a, b, requests)
+    return _answer(aligned.runs, aligned.pairing, scan(aligned))
+
+
+@dataclass(frozen=True)
+class Aligned:
+    """Two runs, and what belongs together in them."""
+
+    runs: Runs
+    pairing: Pairing
+    ports: CommonPorts
+    pairs: RowPairs
+
+
+def align(a: Trace, b: Trace, requests: Collection[str] | None = None) -> Aligned:
+    """Match requests, sites and rows; ``requests`` and what it raises as in ``compare``."""
+    pairing = pair_requests(a, b, requests)
     ports = CommonPorts.of(a, b)
     if not ports.names:
         raise NothingComparable(
@@ -45,17 +63,12 @@ def compare(a: Trace, b: Trace) -> Divergence:
             "Record both runs with the same model and version."
         )
     pairs = pair_rows(a, b, pairing.pairs)
-    runs = Runs(a, b, RunLog(a, "a"), RunLog(b, "b"))
-    done = _scan(runs, ports, pairs, pairing)
-    if not done.tally.compared.any():
-        raise NothingComparable(
-            f"Run a ({a.path}) and run b ({b.path}) share {len(pairs)} rows, and no port is recorded for a row in both. "
-            "Expected digests of the same sites. Record both runs with the same version."
-        )
-    return _answer(runs, pairing, done)
+    return Aligned(Runs(a, b, RunLog(a, "a"), RunLog(b, "b")), pairing, ports, pairs)
 
 
-def _scan(runs: Runs, ports: CommonPorts, pairs: RowPairs, pairing: Pairing) -> Pass:
+def scan(aligned: Aligned, watch: Watch | None = None) -> Pass:
+    """Compare all digests; ``watch`` sees every block of rows, and every origin. Raises NothingComparable for none."""
+    runs, ports, pairs = aligned.runs, aligned.ports, aligned.pairs
     forward_a = runs.a.row_index().forward[pairs.a].astype(np.int64)
 
     def calls(rows: Int64, place: int) -> tuple[Int64, Int64]:
@@ -65,17 +78,22 @@ def _scan(runs: Runs, ports: CommonPorts, pairs: RowPairs, pairing: Pairing) -> 
             runs.log_b.call_numbers(pairs.b[rows], site.index_b),
         )
 
-    tally = Tally(ports, pairs, calls)
+    tally = Tally(ports, pairs, calls, watch)
     scanner = Scanner(runs.a, runs.b, ports, pairs)
     for block in scanner.blocks():
         tally.add(block, forward_a)
     tally.settle(forward_a)
+    if not tally.compared.any():
+        raise NothingComparable(
+            f"Run a ({runs.a.path}) and run b ({runs.b.path}) share {len(pairs)} rows, and no port is recorded for a row "
+            "in both. Expected digests of the same sites. Record both runs with the same version."
+        )
     rules = LateRules(tally, ports, pairs, scanner)
     late = {}
     for found in rules.origins():
         late[found.row, found.place] = found.how
         tally.claim(found.place, np.array([found.row]), np.array([rules.place_of(found)]), forward_a)
-    return Pass(ports, pairs, tally, Details(runs, ports, pairs, pairing.pairs), late)
+    return Pass(ports, pairs, tally, Details(runs, ports, pairs, aligned.pairing.pairs), late)
 
 
 def _answer(runs: Runs, pairing: Pairing, done: Pass) -> Divergence:

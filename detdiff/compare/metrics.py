@@ -90,9 +90,7 @@ def measure(a: Values, b: Values, *, logits: bool = False) -> Magnitude:
     max_ulp = mean_ulp = max_abs = max_rel = worst = cosine = kl = None
     histogram: tuple[UlpBucket, ...] = ()
     if comparable and finite.any():
-        gap = np.where(finite, np.abs(np.where(finite, xs, 0.0) - np.where(finite, ys, 0.0)), 0.0)
-        scale = np.maximum(np.abs(xs), np.abs(ys))
-        relative = np.divide(gap, scale, out=np.zeros_like(gap), where=finite & (scale > 0))
+        gap, relative = _gaps(xs, ys, finite)
         max_abs, max_rel, worst = float(gap.max()), float(relative.max()), int(gap.argmax())
         cosine = _cosine(xs[finite], ys[finite])
         if same_type and a.dtype in _FLOAT_BITS:
@@ -122,6 +120,35 @@ def measure(a: Values, b: Values, *, logits: bool = False) -> Magnitude:
         cosine=cosine,
         kl=kl,
     )
+
+
+def row_distances(a: Values, b: Values) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """The largest ULP distance and the largest relative difference of each row of two values [n, ...], float64 [n] each.
+
+    Over elements that are finite in both; NaN where a row has none, where sizes differ, and for ULPs where dtypes do.
+    """
+    count = len(a.data)
+    unknown = np.full(count, np.nan)
+    xs, ys = a.numbers(), b.numbers()
+    if not xs.size or xs.size != ys.size:
+        return unknown, unknown
+    finite = np.isfinite(xs) & np.isfinite(ys)
+    some = finite.reshape(count, -1).any(axis=1)
+    _, relative = _gaps(xs, ys, finite)
+    ulp, rel = unknown, np.where(some, relative.reshape(count, -1).max(axis=1), np.nan)
+    if a.dtype == b.dtype and a.dtype in _FLOAT_BITS:
+        ulps = np.where(finite, ulp_distance(a, b), np.uint64(0)).reshape(count, -1)
+        ulp = np.where(some, ulps.max(axis=1).astype(np.float64), np.nan)
+    return ulp, rel
+
+
+def _gaps(
+    xs: NDArray[np.float64], ys: NDArray[np.float64], finite: NDArray[np.bool_]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """(absolute, relative) differences per element; 0 where not finite."""
+    gap = np.where(finite, np.abs(np.where(finite, xs, 0.0) - np.where(finite, ys, 0.0)), 0.0)
+    scale = np.maximum(np.abs(xs), np.abs(ys))
+    return gap, np.divide(gap, scale, out=np.zeros_like(gap), where=finite & (scale > 0))
 
 
 def _cosine(x: NDArray[np.float64], y: NDArray[np.float64]) -> float | None:

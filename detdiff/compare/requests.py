@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -55,6 +56,22 @@ class Steps:
         top = self.top_logits[:, :2].astype(np.float64)
         return np.asarray(top[:, 0] - top[:, 1], dtype=np.float64)
 
+    def moved(self, other: Steps) -> NDArray[np.float64]:
+        """By how much the logits of this run's two highest tokens moved against each other in the other run.
+
+        float64 [common steps]; NaN where the other run did not record both tokens.
+        """
+        common = min(len(self), len(other))
+        if self.top_ids.shape[1] < 2 or not other.top_ids.shape[1]:
+            return np.full(common, np.nan)
+        same = other.top_ids[:common, None, :] == self.top_ids[:common, :2, None]
+        known = same.any(axis=2).all(axis=1)
+        theirs = np.take_along_axis(other.top_logits[:common], same.argmax(axis=2), axis=1).astype(np.float64)
+        own = self.top_logits[:common, :2].astype(np.float64)
+        with np.errstate(invalid="ignore"):
+            moved = (theirs[:, 0] - theirs[:, 1]) - own[:, 0] + own[:, 1]
+        return np.where(known, moved, np.nan)
+
 
 @dataclass(frozen=True, eq=False)
 class RequestPair:
@@ -88,11 +105,16 @@ class Pairing:
     workload: tuple[Finding, ...]
 
 
-def pair_requests(a: Trace, b: Trace) -> Pairing:
-    """Match requests by id and prompt. Raises NothingComparable for two models, or without a common request."""
+def pair_requests(a: Trace, b: Trace, only: Collection[str] | None = None) -> Pairing:
+    """Match requests by id and prompt; ``only`` are the ids that are asked about, None: all.
+
+    Raises NothingComparable for two models, or without a common request.
+    """
     _same_model(a, b)
-    of_b = {request["id"]: number for number, request in enumerate(b.requests)}
-    of_a = {request["id"]: number for number, request in enumerate(a.requests)}
+    of_b, of_a = (
+        {r["id"]: number for number, r in enumerate(trace.requests) if only is None or r["id"] in only}
+        for trace in (b, a)
+    )
     generated_a, generated_b = a.generated(lens=False), b.generated(lens=False)
     forced = was_forced(a) or was_forced(b)
     pairs: list[RequestPair] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,16 @@ _LOW: Final = (1 << 32) - 1
 NEVER: Final = np.int64((1 << 63) - 1)
 
 
+class Watch(Protocol):
+    """Sees what a pass finds, for those who want more of it than the sums."""
+
+    def block(self, block: Block) -> None:
+        """Rows that are compared; every row pair comes once, before any origin in it."""
+
+    def claimed(self, sites: Int64, rows: Int64) -> None:
+        """Origins: the places of their sites and their row pairs, int64 [n] each."""
+
+
 class Tally:
     """Sums over blocks. ``n`` is the number of row pairs, ``r`` of streams (requests of a model), ``s`` of common sites.
 
@@ -35,10 +45,10 @@ class Tally:
     ``first`` holds per request (forward a, place of the first differing site, row place, site) of the first origin.
     """
 
-    def __init__(self, ports: CommonPorts, pairs: RowPairs, calls: Calls) -> None:
+    def __init__(self, ports: CommonPorts, pairs: RowPairs, calls: Calls, watch: Watch | None = None) -> None:
         """``calls`` numbers, for row pairs and a site's place, the kernel calls of both runs; only origins ask it."""
         rows, sites, requests = len(pairs), len(ports.sites), pairs.streams
-        self._ports, self._pairs, self._calls = ports, pairs, calls
+        self._ports, self._pairs, self._calls, self._watch = ports, pairs, calls, watch
         self.differing = np.zeros(rows, dtype=np.int32)
         self.compared = np.zeros(rows, dtype=np.int32)
         self.origins = np.zeros(rows, dtype=np.int32)
@@ -71,6 +81,8 @@ class Tally:
 
     def add(self, block: Block, forward_a: Int64) -> None:
         """Count one block; ``forward_a`` int64 [n] is run A's forward of every row pair. ``settle`` ends the pass."""
+        if self._watch is not None:
+            self._watch.block(block)
         rows, columns = block.rows, block.columns
         number = self._number(columns)
         self._columns_of[rows] = number
@@ -173,6 +185,8 @@ class Tally:
         number = int(self._pairs.stream[rows[0]])
         self.origins[rows] += 1
         site = at if place == ROOT else np.full(len(rows), place)
+        if self._watch is not None:
+            self._watch.claimed(site, rows)
         for where in np.unique(site).tolist():
             call_a, call_b = self._calls(rows[site == where], where)
             found, counts = np.unique((call_a << 32) | call_b, return_counts=True)

@@ -87,21 +87,10 @@ def _tokens(a: Trace, b: Trace) -> list[tuple[str, int, int, float, float | None
         if name not in numbers or list(request["tokens"]) != list(b.requests[numbers[name]]["tokens"]):
             continue
         steps_a, steps_b = Steps.of(made_a, number), Steps.of(made_b, numbers[name])
-        margins = steps_a.margins()
+        margins, moved = steps_a.margins(), steps_a.moved(steps_b)
         for index in range(min(len(steps_a), len(steps_b))):
-            moved = _movement(steps_a, steps_b, index)
-            found.append((name, index, int(steps_a.token[index]), float(margins[index]), moved))
+            delta = None if np.isnan(moved[index]) else float(moved[index])
+            found.append((name, index, int(steps_a.token[index]), float(margins[index]), delta))
             if steps_a.token[index] != steps_b.token[index]:
                 break
     return found
-
-
-def _movement(a: Steps, b: Steps, index: int) -> float | None:
-    """By how much the logits of a's two highest tokens moved against each other, where b knows both."""
-    if a.top_ids.shape[1] < 2:
-        return None
-    places = [np.flatnonzero(b.top_ids[index] == token) for token in a.top_ids[index, :2]]
-    if not all(len(place) for place in places):
-        return None
-    first, second = (float(b.top_logits[index, place[0]]) for place in places)
-    return (first - second) - float(a.top_logits[index, 0]) + float(a.top_logits[index, 1])

@@ -130,6 +130,13 @@ class Shard:
         offset = tensor.offset + place * (tensor.nbytes // tensor.shape[0])
         return read_array(self.path, offset, tensor.shape[1:], STORAGE[tensor.dtype])
 
+    def values_at(self, table: int, column: int, places: NDArray[Any]) -> NDArray[Any]:
+        """Captured values by their places in ``value_rows``, [n, ...] in storage form; the column must have values."""
+        tensor = self.tensors[f"value/{table}/{column}"]
+        width = tensor.nbytes // tensor.shape[0] // STORAGE[tensor.dtype].itemsize
+        found = read_rows(self.path, tensor.offset, places, width, STORAGE[tensor.dtype])
+        return found.reshape(len(places), *tensor.shape[1:])
+
     def generated(self, lens: bool = True) -> Generated | None:
         """The shard's generated tokens, or None; ``lens=False`` leaves the per-layer logits on disk."""
         if GEN_TENSORS[0] not in self.tensors:

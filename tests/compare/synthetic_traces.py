@@ -103,6 +103,7 @@ class Plan:
     skip: frozenset[int] = frozenset()
     header: Mapping[str, Any] = field(default_factory=dict)
     logits: Mapping[tuple[int, int], Sequence[tuple[int, float]]] = field(default_factory=dict)
+    words: Mapping[int, str] = field(default_factory=dict)
     complete: bool = True
     shard_forwards: int = 512
 
@@ -230,7 +231,7 @@ def write_trace(path: Path, plan: Plan) -> Trace:
         for number, spans in enumerate(plan.forwards):
             _write_forward(writer, plan, model, number, spans, ports)
         for token in {t for a in plan.asks for t in (*a.prompt, *a.generated)}:
-            writer.text(token, f" t{token}")
+            writer.text(token, plan.words.get(token, f" t{token}"))
         writer.finish(complete=plan.complete)
     return Trace.open(path)
 
@@ -330,7 +331,7 @@ def _write_token(writer: TraceWriter, plan: Plan, request: int, position: int, f
     token = ask.generated[index]
     top = plan.logits.get((request, index), [(token, 2.0), (token + 1, 1.0)])
     for id, _ in top:
-        writer.text(id, f" t{id}")
+        writer.text(id, plan.words.get(id, f" t{id}"))
     ids, logits = np.array([[id for id, _ in top]], np.int32), np.array([[x for _, x in top]], np.float32)
     writer.generated(
         Generated(one(request), one(index), one(token), one(forward), one(position), ids, logits)
