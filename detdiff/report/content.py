@@ -31,7 +31,7 @@ from .text import (
     origin_lines,
 )
 from .verdict_text import float64_lines, fragile_lines, sentence_of, verdict_lines
-from .words import count, escaped
+from .words import SENTENCE, count, escaped, named, passage
 
 if TYPE_CHECKING:
     from detdiff.compare.series import Series
@@ -116,7 +116,7 @@ def _differences(divergence: Divergence, series: Series | None) -> list[Section]
     flip, birth, carried = Page(), Page(), Page()
     finding_lines(birth, divergence)
     for request in parted:
-        name = f"request {escaped(request.id)}"
+        name = f"request {named(request.id)}"
         if request.flip is None:
             tokens = count(min(request.generated_a, request.generated_b), "generated token")
             flip.prose(f"{name}: parts in {request.rung}; no flip within its {tokens}")
@@ -157,9 +157,9 @@ def _verdict(verdict: Verdict) -> list[Section]:
     controls, float64, end = Page(), Page(), Page()
     rows = [
         (
-            escaped(control.name),
-            escaped(control.result),
-            _cut(sentence_of(control.said)),
+            named(control.name),
+            named(control.result),
+            named(sentence_of(control.said), _LONGEST),
             "-" if control.result == NOT_RUN else f"{control.forwards:,}",
             "-" if control.result == NOT_RUN else f"{control.seconds:.1f}",
         )
@@ -171,7 +171,7 @@ def _verdict(verdict: Verdict) -> list[Section]:
         controls.prose("No control was needed.")
     for each in verdict.evidence:
         if each.fact == "acceptance":
-            controls.item("acceptance: ", escaped(each.said))
+            controls.item("acceptance: ", passage(each.said))
     float64_lines(float64, verdict)
     verdict_lines(end, verdict)
     return [
@@ -183,8 +183,11 @@ def _verdict(verdict: Verdict) -> list[Section]:
 
 def _pictures(divergence: Divergence, verdict: Verdict | None, series: Series | None) -> list[Section]:
     margins, lens, timeline, compared = Page(), Page(), Page(), Page()
-    for request in divergence.requests:
-        margin_lines(margins, request)
+    if series is None:
+        for request in divergence.requests:
+            if request.margins:
+                margins.prose(f"request {named(request.id)}:")
+                margin_lines(margins, request)
     if verdict is not None:
         fragile_lines(margins, verdict)
     if series is not None:
@@ -216,7 +219,7 @@ def _settings(divergence: Divergence) -> list[Section]:
             page.table(rows, ("what", "in a", "in b"), "")
     for run in (divergence.a, divergence.b):
         for rule in rules(run.scenario):
-            scenario.item(f"rule of {escaped(run.trace)}: ", rule)
+            scenario.item(f"rule of {named(run.trace)}: ", rule)
     return [
         Section("scenario", "The two scenarios", scenario.blocks, folded=True),
         Section("environment", "Environment and model", environment.blocks, folded=True),
@@ -226,19 +229,18 @@ def _settings(divergence: Divergence) -> list[Section]:
 def _beside(a: Mapping[str, Any], b: Mapping[str, Any]) -> Sequence[tuple[str, str, str]]:
     """Each setting of either run; requests and rules, which are long, are told of elsewhere."""
     keys = [key for key in dict.fromkeys((*a, *b)) if key not in ("request", "rule")]
-    return [(_cut(escaped(str(key))), _value(a, key), _value(b, key)) for key in keys]
+    return [(named(str(key)), _value(a, key), _value(b, key)) for key in keys]
 
 
 def _value(run: Mapping[str, Any], key: str) -> str:
     if key not in run:
         return "-"
     value = run[key]
-    return _cut(escaped(str(value).lower() if isinstance(value, bool) else str(value)))
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} (cut, {len(text):,} in all)"
+    return named(str(value).lower() if isinstance(value, bool) else str(value), _LONGEST)
 
 
 def _reproduce(command: str) -> Section:
-    return Section("reproduce", "Run it again", (Code(escaped(command), "sh"),))
+    if len(command) > SENTENCE:
+        command = f"# too long to be shown: {len(command):,} characters, which the JSON report has"
+    # Quotes and backslashes are the shell's, and stay.
+    return Section("reproduce", "Run it again", (Code(escaped(command, ""), "sh"),))

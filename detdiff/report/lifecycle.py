@@ -5,7 +5,7 @@ from __future__ import annotations
 from detdiff.compare.divergence import Divergence, RequestDivergence
 
 from .page import Page
-from .words import count, escaped, spans
+from .words import count, named, passage, spans
 
 
 def event_lines(page: Page, divergence: Divergence) -> None:
@@ -13,13 +13,13 @@ def event_lines(page: Page, divergence: Divergence) -> None:
     events = divergence.events
     if events.counts:
         said = ", ".join(
-            f"{of.event}{'' if of.model == 'target' else f' ({of.model})'} {of.a:,} / {of.b:,}"
+            f"{named(of.event)}{'' if of.model == 'target' else f' ({of.model})'} {of.a:,} / {of.b:,}"
             for of in events.counts
         )
         page.item("events (a / b): ", said)
     for found in events.listed:
-        where = f"run {found.run}, forward {found.forward}, request {escaped(found.request or '')}"
-        page.item("  - ", f"{where}: {escaped(found.detail)}")
+        where = f"run {found.run}, forward {found.forward}, request {named(found.request or '')}"
+        page.item("  - ", f"{where}: {passage(found.detail)}")
 
 
 def chunk_lines(page: Page, request: RequestDivergence) -> None:

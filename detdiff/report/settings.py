@@ -10,7 +10,7 @@ from typing import Any
 
 from detdiff.scenario import PathRule, Schedule
 
-from .words import count, escaped
+from .words import count, named
 
 _LISTED = 4
 _DECISIVE = (
@@ -54,11 +54,11 @@ def rules(scenario: Mapping[str, Any]) -> list[str]:
     found = []
     for rule in _tables(scenario, "rule"):
         conditions = [
-            f"{key} {escaped(str(value))}"
+            f"{key} {named(str(value))}"
             for key, value in rule.items()
             if key == "site" or (key != "path" and value != getattr(PathRule, key, None))
         ]
-        found.append(f"{', '.join(conditions)} -> {escaped(str(rule.get('path', 'unknown')))}")
+        found.append(f"{', '.join(conditions)} -> {named(str(rule.get('path', 'unknown')))}")
     return found
 
 
@@ -66,7 +66,7 @@ def decisive(scenario: Mapping[str, Any]) -> Iterator[str]:
     """What decides a run, one setting each; a setting that does nothing is left out."""
     for key in _DECISIVE:
         if key in scenario and not (key == "prefill_chunk" and scenario[key] == Schedule.prefill_chunk):
-            yield f"{key} {escaped(str(scenario[key]))}"
+            yield f"{key} {named(str(scenario[key]))}"
     if found := _tables(scenario, "rule"):
         yield count(len(found), "rule")
     requests = asked(scenario)
@@ -83,13 +83,13 @@ def _sampled(requests: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     if len(set(how.values())) == 1:
         yield from (words for words in list(how.values())[:1] if words is not None)
         return
-    yield from (f"request {escaped(id)} {words or 'greedy'}" for id, words in list(how.items())[:_LISTED])
+    yield from (f"request {named(id)} {words or 'greedy'}" for id, words in list(how.items())[:_LISTED])
     if len(how) > _LISTED:
         yield f"and {len(how) - _LISTED} more requests"
 
 
 def _plain(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else escaped(str(value))
+    return f"{value:g}" if isinstance(value, float) else named(str(value))
 
 
 def _tables(scenario: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 from detdiff.compare.divergence import RequestDivergence
 
 from .blocks import Mark, Texts, Word
-from .words import LONGEST, escaped
+from .words import LONGEST, escaped, named
 
 if TYPE_CHECKING:
-    from detdiff.compare.series import RequestSeries, Series, TokenPoint
+    from detdiff.compare.points import TokenPoint
+    from detdiff.compare.series import RequestSeries, Series
 
 
 def side_by_side(series: Series | None, request: RequestDivergence) -> list[Texts]:
@@ -21,7 +22,7 @@ def side_by_side(series: Series | None, request: RequestDivergence) -> list[Text
         return []
     moved = _moved(found)
     a, b = (_words(tokens, found.flip_index, moved) for tokens in (found.tokens_a, found.tokens_b))
-    return [Texts(escaped(request.id), a, b)]
+    return [Texts(named(request.id), a, b)]
 
 
 def _moved(found: RequestSeries) -> float | None:
@@ -45,4 +46,5 @@ def _mark(token: TokenPoint, flip: int | None, moved: float | None) -> Mark:
 
 
 def _text(text: str) -> str:
-    return escaped(text if len(text) <= LONGEST else f"{text[:LONGEST]}…")
+    # It stands in no quotes, so that those in it need no escape.
+    return escaped(text if len(text) <= LONGEST else f"{text[:LONGEST]}…", "\\")

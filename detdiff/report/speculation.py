@@ -5,7 +5,7 @@ from __future__ import annotations
 from detdiff.compare import Acceptance, RequestDivergence, Verified
 
 from .page import Page
-from .words import birth, count
+from .words import birth, count, named
 
 
 def speculation_lines(page: Page, request: RequestDivergence) -> None:
@@ -34,7 +34,8 @@ def speculation_lines(page: Page, request: RequestDivergence) -> None:
         if draft.origin is not None and draft.origin != request.origin:
             origin = draft.origin
             page.item(
-                "    birth: ", f"{origin.site} ({origin.kind}), position {origin.position}: {birth(origin)}"
+                "    birth: ",
+                f"{named(origin.site)} ({named(origin.kind)}), position {origin.position}: {birth(origin)}",
             )
 
 

@@ -8,7 +8,7 @@ from detdiff.compare.divergence import Divergence, Flip, RequestDivergence
 from detdiff.explain.verdict import Verdict
 
 from .text import headline
-from .words import count, escaped, short_path, shown
+from .words import count, named, passage, short_path, shown
 
 _KINDS: Final = {
     "numerics": "Rounding",
@@ -23,10 +23,11 @@ def sentence(divergence: Divergence | None, verdict: Verdict | None) -> str:
     """One sentence; the verdict's kind leads where there is one."""
     if divergence is None:
         return "Inconclusive: nothing of the two runs could be compared."
-    if verdict is None or divergence.identical or divergence.inconclusive:
+    if divergence.identical or divergence.inconclusive:
         return headline(divergence)
     first = next((r for r in divergence.requests if r.id == divergence.first), None)
-    return f"{_KINDS.get(verdict.kind, verdict.kind)}: {_parted(divergence)}{_born(divergence, first)}."
+    kind = "The runs part" if verdict is None else _KINDS.get(verdict.kind, verdict.kind)
+    return f"{kind}: {_parted(divergence)}{_born(divergence, first)}."
 
 
 def _parted(divergence: Divergence) -> str:
@@ -38,7 +39,7 @@ def _parted(divergence: Divergence) -> str:
     more = f", and {count(len(flipped) - 1, 'more request')} flip" if len(flipped) == 2 else ""
     if len(flipped) > 2:
         more = f", and {len(flipped) - 1} more requests flip"
-    return f"{escaped(first.id)} {_flips(first.flip)}{more}"
+    return f"{named(first.id)} {_flips(first.flip)}{more}"
 
 
 def _flips(flip: Flip) -> str:
@@ -51,7 +52,7 @@ def _born(divergence: Divergence, first: RequestDivergence | None) -> str:
     if first is None or first.origin is None:
         return f"; the earliest rung that parts is {divergence.rung}, and no origin could be named"
     origin = first.origin
-    where = f"; born at {origin.site}, position {origin.position} of {escaped(first.id)}"
+    where = f"; born at {named(origin.site)}, position {origin.position} of {named(first.id)}"
     if origin.path_a == origin.path_b:
         return where
     a, b = short_path(origin.path_a), short_path(origin.path_b)
@@ -62,9 +63,9 @@ def _born(divergence: Divergence, first: RequestDivergence | None) -> str:
 def advice(divergence: Divergence | None, verdict: Verdict | None) -> str:
     """What to do about it; empty where there is nothing to do."""
     if verdict is not None and verdict.advice:
-        return escaped(verdict.advice)
+        return passage(verdict.advice)
     if verdict is not None and verdict.missing:
-        return escaped(f"Find out what is missing: {'; '.join(verdict.missing)}.")
+        return passage(f"Find out what is missing: {'; '.join(verdict.missing)}.")
     if divergence is None:
         return "Record two runs of the same model that share a request."
     if divergence.inconclusive:

@@ -19,7 +19,7 @@ from .lifecycle import agreement_lines, chunk_lines, event_lines
 from .page import Page
 from .settings import asked, decisive, sampling
 from .speculation import speculation_lines
-from .words import birth, composition, count, escaped, layer, number, runs_of, shown, size, spans
+from .words import birth, composition, count, layer, named, number, passage, runs_of, shown, size, spans
 
 
 def divergence_text(divergence: Divergence, *, width: int = 100) -> str:
@@ -54,15 +54,15 @@ def compared_lines(page: Page, divergence: Divergence) -> None:
     """What is equal, what was compared and what was not, events of the caches, and notes."""
     alike = [request for request in divergence.requests if request.rung is None]
     if alike:
-        names = ", ".join(escaped(request.id) for request in alike)
+        names = ", ".join(named(request.id) for request in alike)
         rows = sum(request.rows for request in alike)
         page.item("equal in all that was compared: ", f"{names} ({count(rows, 'row')})")
     for left_out in divergence.not_compared:
-        page.item(f"not compared: {escaped(left_out.id)}: ", left_out.reason)
+        page.item(f"not compared: {named(left_out.id)}: ", passage(left_out.reason))
     page.item("compared: ", _compared(divergence))
     event_lines(page, divergence)
     for note in divergence.notes:
-        page.item("note: ", escaped(note))
+        page.item("note: ", passage(note))
 
 
 def headline(divergence: Divergence) -> str:
@@ -82,15 +82,15 @@ def headline(divergence: Divergence) -> str:
     if first is not None and first.origin is not None:
         origin = first.origin
         return (
-            f"{start}; the first difference is born at {origin.site} ({origin.kind}), position {origin.position} of "
-            f"{escaped(first.id)}: {paths_of(origin)}."
+            f"{start}; the first difference is born at {named(origin.site)} ({named(origin.kind)}), position "
+            f"{origin.position} of {named(first.id)}: {paths_of(origin)}."
         )
     return f"{start}; the earliest rung that parts is {divergence.rung}, and no origin could be named."
 
 
 def paths_of(origin: Origin) -> str:
     """An origin's kernel paths and rows in both runs, in a clause."""
-    a, b = origin.path_a or "unknown path", origin.path_b or "unknown path"
+    a, b = (named(path or "unknown path") for path in (origin.path_a, origin.path_b))
     rows_a, rows_b = (
         count(n, "row") if n is not None else "unknown rows" for n in (origin.rows_a, origin.rows_b)
     )
@@ -100,9 +100,9 @@ def paths_of(origin: Origin) -> str:
 
 
 def _run(run: Run) -> str:
-    parts = [escaped(run.trace), *decisive(run.scenario)]
+    parts = [named(run.trace), *decisive(run.scenario)]
     if "name" in run.model:
-        parts.append(f"model {escaped(str(run.model['name']))}")
+        parts.append(f"model {named(str(run.model['name']))}")
     parts.append(count(run.forwards, "forward"))
     if not run.complete:
         parts.append("INCOMPLETE")
@@ -113,8 +113,8 @@ def _finding(finding: Finding) -> str:
     where = "in both runs" if finding.run == "both" else f"in run {finding.run}"
     if finding.forward is not None:
         where += f", forward {finding.forward}"
-    request = "" if finding.request is None else f"request {escaped(finding.request)}: "
-    return f"{request}{escaped(finding.detail)} ({where})"
+    request = "" if finding.request is None else f"request {named(finding.request)}: "
+    return f"{request}{passage(finding.detail)} ({where})"
 
 
 def _request(page: Page, request: RequestDivergence, how: Sequence[str | None]) -> None:
@@ -125,9 +125,9 @@ def _request(page: Page, request: RequestDivergence, how: Sequence[str | None]) 
             if request.generated_a or request.generated_b
             else "no tokens"
         )
-        page.prose(f"request {escaped(request.id)}: parts in {request.rung}; {end}")
+        page.prose(f"request {named(request.id)}: parts in {request.rung}; {end}")
     else:
-        page.prose(f"request {escaped(request.id)}: parts in {request.rung} and flips")
+        page.prose(f"request {named(request.id)}: parts in {request.rung} and flips")
         flip_lines(page, request, request.flip)
         if any(how):
             for run, words in zip("ab", how, strict=True):
@@ -162,10 +162,10 @@ def origin_count_lines(page: Page, request: RequestDivergence) -> None:
     page.table(
         [
             [
-                found.kind,
+                named(found.kind),
                 "-" if found.layer is None else str(found.layer),
-                found.path_a or "-",
-                found.path_b or "-",
+                named(found.path_a or "-"),
+                named(found.path_b or "-"),
                 f"{found.count:,}",
             ]
             for found in request.origins[:8]
@@ -253,7 +253,7 @@ def flip_forward_lines(page: Page, request: RequestDivergence) -> None:
 
 
 def _uses(paths: Sequence[Any]) -> str:
-    return ", ".join(f"{use.path} at {count(use.sites, 'site')}" for use in paths) or "unknown"
+    return ", ".join(f"{named(use.path)} at {count(use.sites, 'site')}" for use in paths) or "unknown"
 
 
 def _top_rows(a: Choice, b: Choice) -> Iterator[list[str]]:
@@ -272,7 +272,7 @@ def origin_lines(page: Page, origin: Origin) -> None:
     """The birth: site, forwards, kernel paths and the rules that chose them."""
     page.item(
         "  birth: ",
-        f"{origin.site} ({origin.kind}, {layer(origin.layer)}), position {origin.position}: {birth(origin)}",
+        f"{named(origin.site)} ({named(origin.kind)}, {layer(origin.layer)}), position {origin.position}: {birth(origin)}",
     )
     for run, found, path, rule, rows, second_last in (
         ("a", origin.composition_a, origin.path_a, origin.rule_a, origin.rows_a, origin.second_last_a),
@@ -283,8 +283,8 @@ def origin_lines(page: Page, origin: Origin) -> None:
             if rows is None
             else f", which saw {count(rows, 'row')} (second-to-last dimension {second_last})"
         )
-        because = f"; rule: {escaped(rule.removeprefix('rule: '))}" if rule else ""
-        page.item(f"    {run}: ", f"{composition(found)}; path {path or 'unknown'}{seen}{because}")
+        because = f"; rule: {passage(rule.removeprefix('rule: '))}" if rule else ""
+        page.item(f"    {run}: ", f"{composition(found)}; path {named(path or 'unknown')}{seen}{because}")
     for change in origin.changes[:4]:
         page.item(
             "    changed entry: ",

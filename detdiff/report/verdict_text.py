@@ -13,7 +13,7 @@ from .lifecycle import agreement_lines, chunk_lines
 from .page import Page
 from .speculation import speculation_lines
 from .text import cache_lines, flip_forward_lines, flip_lines, headline, origin_lines
-from .words import count, escaped
+from .words import count, named, passage
 
 TITLES = (
     "the flip",
@@ -60,19 +60,19 @@ def _title(page: Page, number: int) -> None:
 
 def _runs(page: Page, divergence: Divergence) -> None:
     for run, found in (("a", divergence.a), ("b", divergence.b)):
-        page.item(f"{run}: ", f"{escaped(found.trace)}, {count(found.forwards, 'forward')}")
+        page.item(f"{run}: ", f"{named(found.trace)}, {count(found.forwards, 'forward')}")
 
 
 def _flips(page: Page, verdict: Verdict, divergence: Divergence) -> None:
     _title(page, 1)
     for request in divergence.requests:
-        page.prose(f"request {escaped(request.id)}: {_end(request)}")
+        page.prose(f"request {named(request.id)}: {_end(request)}")
         if request.flip is not None:
             flip_lines(page, request, request.flip)
             agreement_lines(page, request)
             for each in verdict.evidence:
                 if each.fact == "proposals" and each.detail.get("request") == request.id:
-                    page.item("  draft: ", escaped(each.said))
+                    page.item("  draft: ", passage(each.said))
             speculation_lines(page, request)
 
 
@@ -81,7 +81,7 @@ def fragile_lines(page: Page, verdict: Verdict) -> None:
     if not verdict.fragile:
         return
     nearest = [
-        f"token {each.index} of {escaped(each.request)} (margin {each.margin:.6f}"
+        f"token {each.index} of {named(each.request)} (margin {each.margin:.6f}"
         + (f", moved by {each.delta:+.6f}" if each.delta is not None else "")
         + f", chance {each.chance:.3f})"
         for each in verdict.fragile[:_NEAREST]
@@ -108,14 +108,14 @@ def _forwards(page: Page, parted: list[RequestDivergence]) -> None:
         return
     _title(page, 2)
     for request in flipped:
-        page.prose(f"request {escaped(request.id)}:")
+        page.prose(f"request {named(request.id)}:")
         flip_forward_lines(page, request)
 
 
 def _births(page: Page, verdict: Verdict, parted: list[RequestDivergence]) -> None:
     _title(page, 3)
     for request in parted:
-        page.prose(f"request {escaped(request.id)}:")
+        page.prose(f"request {named(request.id)}:")
         if request.origin is None:
             page.item("  birth: ", "no origin could be named")
         else:
@@ -126,21 +126,21 @@ def _births(page: Page, verdict: Verdict, parted: list[RequestDivergence]) -> No
             page.item("  origins: ", count(total, "in all", "in all"))
     for each in verdict.evidence:
         if each.fact in ("contradiction", "settings", "quantised", "not_finite"):
-            page.item("  - ", f"{escaped(each.said)}{_where(each)}")
+            page.item("  - ", f"{passage(each.said)}{_where(each)}")
 
 
 def _where(evidence: Evidence) -> str:
     run, forward = evidence.detail.get("run"), evidence.detail.get("forward")
     if run is None:
         return ""
-    where = "in both runs" if run == "both" else f"run {run}"
-    return f" ({where}{'' if forward is None else f', forward {forward}'})"
+    where = "in both runs" if run == "both" else f"run {named(str(run))}"
+    return f" ({where}{'' if forward is None else f', forward {named(str(forward))}'})"
 
 
 def _caches(page: Page, parted: list[RequestDivergence]) -> None:
     _title(page, 4)
     for request in parted:
-        page.prose(f"request {escaped(request.id)}:")
+        page.prose(f"request {named(request.id)}:")
         if request.cache_entry is None and request.carriers is None:
             page.item("  ", "no compared cache entry differs")
         cache_lines(page, request)
@@ -151,23 +151,23 @@ def control_lines(page: Page, verdict: Verdict) -> None:
     ran = [control for control in verdict.controls if control.result != NOT_RUN]
     # What was done by hand came to rest on this one, so it is read first.
     for control in sorted(ran, key=lambda control: control.name != HOLD):
-        page.item(f"  {control.name}: ", f"{control.result}. {_control(control)}")
+        page.item(f"  {named(control.name)}: ", f"{named(control.result)}. {_control(control)}")
     left_out: dict[str, list[str]] = {}
     for control in verdict.controls:
         if control.result == NOT_RUN:
-            left_out.setdefault(control.said, []).append(control.name)
+            left_out.setdefault(control.said, []).append(named(control.name))
     for why, names in left_out.items():
-        page.item("  not run: ", f"{', '.join(names)}: {escaped(why)}")
+        page.item("  not run: ", f"{', '.join(names)}: {passage(why)}")
     if not verdict.controls:
         page.item("  ", "none was needed")
     for each in verdict.evidence:
         if each.fact == "acceptance":
-            page.item("  acceptance: ", escaped(each.said))
+            page.item("  acceptance: ", passage(each.said))
 
 
 def _control(control: Control) -> str:
     forwards = count(control.forwards, "forward")
-    return f"{escaped(sentence_of(control.said))} ({forwards}, {control.seconds:.1f} s)"
+    return f"{passage(sentence_of(control.said))} ({forwards}, {control.seconds:.1f} s)"
 
 
 def sentence_of(words: str) -> str:
@@ -184,10 +184,10 @@ def float64_lines(page: Page, verdict: Verdict) -> None:
     if control is None:
         return
     if control.result == NOT_RUN:
-        page.item("  not run: ", escaped(control.said))
+        page.item("  not run: ", passage(control.said))
         return
-    page.item("  ", escaped(sentence_of(control.said)))
-    pairs = control.detail.get("pairs", ())
+    page.item("  ", passage(sentence_of(control.said)))
+    pairs = _listed(control, "pairs")
     if pairs:
         page.table(
             [_pair(pair) for pair in pairs],
@@ -196,33 +196,44 @@ def float64_lines(page: Page, verdict: Verdict) -> None:
         )
         for pair in pairs[:2]:
             for run in "ab":
-                page.item(f"    bound of {run}, {pair['kind']}: ", escaped(str(pair[f"bound_{run}"])))
-    for each in control.detail.get("outside_where", ())[:4]:
-        page.item("  outside: ", escaped(str(each["said"])))
+                kind, bound = (str(pair.get(key)) for key in ("kind", f"bound_{run}"))
+                page.item(f"    bound of {run}, {named(kind)}: ", passage(bound))
+    for each in _listed(control, "outside_where")[:4]:
+        page.item("  outside: ", passage(str(each.get("said"))))
     if control.detail.get("pattern"):
-        page.item("  affected: ", escaped(str(control.detail["pattern"])))
+        page.item("  affected: ", passage(str(control.detail["pattern"])))
+
+
+def _listed(control: Control, key: str) -> list[Mapping[str, Any]]:
+    """The figures under ``key``; a saved verdict may hold anything there."""
+    found = control.detail.get(key)
+    return [each for each in found if isinstance(each, Mapping)] if isinstance(found, list | tuple) else []
 
 
 def _pair(pair: Mapping[str, Any]) -> list[str]:
-    worst = ["-" if pair[f"worst_{run}"] is None else f"{pair[f'worst_{run}']:.3g}" for run in "ab"]
+    judged = pair.get("judged")
     return [
-        str(pair["kind"]),
-        str(pair["path_a"] or "native"),
-        str(pair["path_b"] or "native"),
-        f"{pair['judged']:,}",
-        *worst,
-        {"equal": "neither"}.get(pair["nearer"], str(pair["nearer"])),
+        named(str(pair.get("kind"))),
+        named(str(pair.get("path_a") or "native")),
+        named(str(pair.get("path_b") or "native")),
+        f"{judged:,}" if isinstance(judged, int) else "-",
+        *(_size(pair.get(f"worst_{run}")) for run in "ab"),
+        {"equal": "neither"}.get(str(pair.get("nearer")), named(str(pair.get("nearer")))),
     ]
+
+
+def _size(found: object) -> str:
+    return f"{found:.3g}" if isinstance(found, int | float) else "-"
 
 
 def verdict_lines(page: Page, verdict: Verdict) -> None:
     """The verdict, the evidence that decided, what is missing and what to do."""
-    page.item("  ", f"{verdict.kind}, by the rule `{verdict.rule}`. {escaped(verdict.said)}")
+    page.item("  ", f"{verdict.kind}, by the rule `{named(verdict.rule)}`. {passage(verdict.said)}")
     for each in verdict.deciding:
-        page.item("  because: ", escaped(each.said))
+        page.item("  because: ", passage(each.said))
     for what in verdict.missing:
-        page.item("  missing: ", escaped(what))
+        page.item("  missing: ", passage(what))
     if verdict.advice:
-        page.item("  what to do: ", escaped(verdict.advice))
+        page.item("  what to do: ", passage(verdict.advice))
     elif verdict.kind == "identical":
         page.item("  what to do: ", "nothing.")

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from detdiff.compare import Composition, Magnitude, Origin
 
 LONGEST = 80  # characters of a text that are shown
+NAME, SENTENCE = 200, 4_000  # characters of a name, and of a sentence that may hold some
 
 
 def shown(text: str) -> str:
@@ -18,13 +19,25 @@ def shown(text: str) -> str:
     )
 
 
-def escaped(text: str) -> str:
-    """``text`` with backslashes, double quotes and everything unprintable as escapes."""
-    return "".join(_escape(c) for c in text)
+def escaped(text: str, special: str = '\\"') -> str:
+    """``text`` with everything unprintable as escapes, and a backslash before what is ``special``."""
+    return "".join(_escape(c, special) for c in text)
 
 
-def _escape(c: str) -> str:
-    if c in '\\"':
+def named(text: str, longest: int = NAME) -> str:
+    """A name of the trace's, such as a request's id, escaped, and cut with a note where it is longer than any real one."""
+    return (
+        escaped(text) if len(text) <= longest else f"{escaped(text[:longest])}… (cut, {len(text):,} in all)"
+    )
+
+
+def passage(text: str) -> str:
+    """A sentence that may hold names of the trace's, escaped and cut as they are."""
+    return named(text, SENTENCE)
+
+
+def _escape(c: str, special: str) -> str:
+    if c in special:
         return f"\\{c}"
     if c.isprintable():
         return c
@@ -64,7 +77,7 @@ def composition(found: Composition | None) -> str:
     """``forward 7 (124 rows: 120 prefill of follower + 4 decode of anchor)``."""
     if found is None:
         return "no forward"
-    members = " + ".join(f"{m.rows:,} {m.phase} of {escaped(m.request)}" for m in found.members[:6])
+    members = " + ".join(f"{m.rows:,} {m.phase} of {named(m.request)}" for m in found.members[:6])
     if len(found.members) > 6:
         members += f" + {len(found.members) - 6} more"
     return f"forward {found.forward} ({count(found.rows, 'row')}: {members})"
@@ -81,7 +94,7 @@ def birth(origin: Origin) -> str:
         return "its inputs are bit-equal and its outputs are not"
     if origin.how == "composite":
         if len(origin.between) > 1:
-            return f"born between {origin.between[0]} (equal) and {origin.between[1]} (not)"
+            return f"born between {named(origin.between[0])} (equal) and {named(origin.between[1])} (not)"
         return "its inputs and all sites inside are bit-equal and its outputs are not"
     if origin.how == "changed":
         return "a cache entry was read otherwise than it was written"
@@ -112,4 +125,4 @@ def size(found: Magnitude) -> str:
 
 def short_path(path: str | None) -> str:
     """A kernel path without the word that says of which sort it is; ``native`` where none was recorded."""
-    return "native" if path is None else escaped(path.removeprefix("reference/").removeprefix("forced/"))
+    return "native" if path is None else named(path.removeprefix("reference/").removeprefix("forced/"))

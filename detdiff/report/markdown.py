@@ -1,0 +1,188 @@
+"""A report as GitHub-flavoured Markdown that fits into an issue."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+from .blocks import Blank, Block, Code, Item, Prose, Table, Texts, View, Word
+from .columns import is_numeric
+from .content import Report, Section
+from .excerpt import Excerpt, excerpts, legend, marked
+from .markdown_text import cell, fenced, in_html, inline, sentence
+from .view_words import view_blocks
+from .words import count, named
+
+LONGEST = 65_000
+"""Characters; GitHub takes 65,536 in an issue."""
+_SECTION = 24_000
+"""Characters of one section, so that no section takes the room of all others."""
+_SCREEN = 96
+"""Characters that a table's row takes at most."""
+_NARROWEST = 12
+_ROWS = 16
+"""A longer table is folded, and one of ten times as many rows is cut."""
+_CELL = 400
+_NOTE = (
+    "<sub>Cut here: the rest does not fit into an issue. The JSON form of this report has all of it.</sub>"
+)
+
+
+def markdown(report: Report) -> str:
+    """The whole report, at most 65,000 characters."""
+    head = _head(report)
+    # The command to run it again is short, and of more use than the end of a long table.
+    last = [section for section in report.sections if section.id == "reproduce"]
+    parts, room = [head], LONGEST - len(head) - sum(len(_section(s, report, _SECTION)) + 1 for s in last)
+    for section in (*(s for s in report.sections if s.id != "reproduce"), *last):
+        made = _section(section, report, _SECTION if section in last else min(_SECTION, room))
+        if section not in last:
+            room -= len(made) + 1
+        if made:
+            parts.append(made)
+    return "\n".join(parts)
+
+
+def _head(report: Report) -> str:
+    rows = [("result" if report.verdict is None else "verdict", report.kind)]
+    if report.verdict is not None:
+        rows.append(("rule", named(report.verdict.rule)))
+    if report.advice:
+        rows.append(("what to do", report.advice))
+    if report.divergence is not None:
+        for name, run in (("run a", report.divergence.a), ("run b", report.divergence.b)):
+            whole = "" if run.complete else ", INCOMPLETE"
+            rows.append((name, f"{named(run.trace)}, {count(run.forwards, 'forward')}{whole}"))
+    table = [
+        "| | |",
+        "|---|---|",
+        *(f"| **{inline(key)}** | {cell(_wrap(text, 80))} |" for key, text in rows),
+    ]
+    return f"**{inline(report.headline.strip())}**\n\n" + "\n".join(table) + "\n"
+
+
+def _section(section: Section, report: Report, room: int) -> str:
+    """The section, its blocks as far as ``room`` characters go; nothing where not even the title and a note fit."""
+    start, end = f"### {inline(section.title)}\n", ""
+    if section.folded:
+        start = f"<details><summary>{in_html(section.title)}</summary>\n"
+        end = "\n</details>\n"
+    room -= len(start) + len(end) + len(_NOTE) + 4
+    if room < 0:
+        return ""
+    body = ""
+    for made in _blocks(section.blocks, report):
+        if len(body) + len(made) > room:
+            body += f"\n\n{_NOTE}\n" if body else f"\n{_NOTE}\n"
+            break
+        body += made
+    return f"{start}{body}{end}"
+
+
+def _blocks(blocks: Sequence[Block], report: Report) -> Iterator[str]:
+    """Each block with the empty line that it needs before it; items that follow each other are one list."""
+    listed = False
+    for block in blocks:
+        shown = view_blocks(block, report, _SCREEN - 4) if isinstance(block, View) else (block,)
+        for each in shown:
+            made = _block(each)
+            if not made:
+                continue
+            item = isinstance(each, Item)
+            yield f"{made}\n" if item and listed else f"\n{made}\n"
+            listed = item
+
+
+def _block(block: Block) -> str:
+    match block:
+        case Prose(text):
+            return sentence(text.strip(), leading=True)
+        case Item(_, text):
+            text = text.strip()
+            label = f"**{inline(block.label)}**: " if block.label else ""
+            # Items under a table or a paragraph have no parent, so that all of them stand on one level.
+            return f"- {label}{sentence(text, leading=not label)}"
+        case Table():
+            return _folded(block)
+        case Texts():
+            return "\n".join(_texts(block))
+        case Code(text, language):
+            return fenced(text, language)
+        case View() | Blank():
+            return ""
+
+
+def _folded(table: Table) -> str:
+    made = "\n".join(_table(table))
+    if len(table.rows) <= _ROWS:
+        return made
+    caption = table.caption or f"{count(len(table.rows), 'row')}: {', '.join(table.headers[:3])}"
+    return f"<details><summary>{in_html(caption)}</summary>\n\n{made}\n\n</details>"
+
+
+def _table(table: Table) -> Iterator[str]:
+    rows = table.rows[: 10 * _ROWS]
+    limits = _limits(table.headers, rows)
+    yield f"| {' | '.join(cell(header) for header in table.headers)} |"
+    yield f"|{'|'.join('--:' if is_numeric(table, n) else '---' for n in range(len(limits)))}|"
+    for row in rows:
+        cells = (cell(_wrap(_cut(text), limit)) for text, limit in zip(row, limits, strict=True))
+        yield f"| {' | '.join(cells)} |"
+    if len(rows) < len(table.rows):
+        note = f"and {count(len(table.rows) - len(rows), 'more row')}"
+        yield f"| {' | '.join([note, *[''] * (len(limits) - 1)])} |"
+
+
+def _limits(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> list[int]:
+    """How wide each column may be for a row to fit on a screen."""
+    limits = [
+        max(len(text) for text in (header, *(row[n] for row in rows))) for n, header in enumerate(headers)
+    ]
+    while sum(limits) > _SCREEN and max(limits) > _NARROWEST:
+        limits[limits.index(max(limits))] -= 1
+    return [max(1, limit) for limit in limits]
+
+
+def _wrap(text: str, limit: int) -> str:
+    return "\n".join(textwrap.wrap(text, limit, break_on_hyphens=False)) if len(text) > limit else text
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _CELL else f"{text[:_CELL]}…"
+
+
+def _texts(texts: Texts) -> Iterator[str]:
+    """Both texts around the flip, the flip in bold and in brackets."""
+    a, b = excerpts(texts)
+    flips = any(word.mark == "flip" for word in (*a.words, *b.words))
+    yield f"| run | {inline(texts.request)}{', around its flip' if flips else ''} |"
+    yield "|---|---|"
+    sides = [("a", a, texts.a), ("b", b, texts.b)]
+    if [word.token for word in texts.a] == [word.token for word in texts.b]:
+        sides = [("both", a, texts.a)]
+    for run, of, words in sides:
+        yield f"| **{run}**<br>{_places(of, words)} | {_excerpt(of)} |"
+    if said := legend(texts):
+        yield f"\n<sub>{inline(said)}</sub>"
+
+
+def _places(of: Excerpt, words: Sequence[Word]) -> str:
+    if not of.words:
+        return f"no token here, {len(words):,} in all"
+    return f"tokens {of.words[0].index} to {of.words[-1].index} of {len(words):,}"
+
+
+def _excerpt(of: Excerpt) -> str:
+    before = f"({of.before:,} before) … " if of.before else ""
+    after = f" … ({of.after:,} more)" if of.after else ""
+    # Words of one sort at once: what is harmless in two tokens may be a link in one text.
+    parts = [_words(mark, tuple(words)) for mark, words in groupby(of.words, key=lambda word: word.mark)]
+    return f"{before}{''.join(parts)}{after}"
+
+
+def _words(mark: str, words: Sequence[Word]) -> str:
+    # Bold as an element: with asterisks a text that begins with a space would not become bold.
+    element = {"flip": "b", "near": "i"}.get(mark)
+    text = inline("".join(marked(word) for word in words))
+    return text if element is None else f"<{element}>{text}</{element}>"

@@ -1,0 +1,121 @@
+"""The pictures of a report as SVG: one function for a view, one for all of them as files.
+
+In a page the pictures take their colours from ``plot_style.style()``. Everything is below the class ``dd-plot`` and
+one of ``dd-map``, ``dd-timeline``, ``dd-margins`` and ``dd-lens``. Custom properties of ``:root``, whose values are
+in ``plot_style``: ``--dd-bg``, ``-ink``, ``-soft`` (smaller text), ``-axis``, ``-grid``; of the map ``-equal``,
+``-none``, ``-unsized``, ``-origin``, ``-s0`` to ``-s7`` (sizes, ascending); of the timeline ``-r0`` to ``-r4`` and
+``-rx`` (requests), ``-p0`` to ``-p3`` (kernel paths); ``-a`` and ``-b`` (the two runs), ``-near``. Classes by what they
+draw:
+
+- text: ``dd-t``, ``dd-t2`` (smaller), ``dd-h``, ``dd-h2`` (headings), ``dd-halo`` (under a text over other marks)
+- ground: ``dd-axis``, ``dd-grid``, ``dd-gap`` (between cells), ``dd-paper`` (in files only)
+- map: ``dd-cells`` with ``dd-equal`` or ``dd-s0`` to ``dd-s7``, or ``dd-unsized`` (half as high); ``dd-none``
+  (diagonals); ``dd-origin`` (diamonds) over ``dd-ring``; ``dd-flip`` over ``dd-under``, ``dd-flip-mark``;
+  ``dd-prompt``, ``dd-generated``, ``dd-split``
+- timeline: ``dd-r0`` to ``dd-r4``, ``dd-rx`` with ``dd-prefill``, ``dd-decode``, ``dd-draft`` or ``dd-verify``, and
+  ``dd-dense`` where bars have no room for an edge; ``dd-drafted`` with the request's, ``dd-verified`` (diagonals over
+  them); ``dd-padding``; ``dd-p0`` to ``dd-p3``; ``dd-threshold``, ``dd-write``, ``dd-trim``, ``dd-event``, ``dd-birth``
+- margins: ``dd-margin`` (``dd-small``), ``dd-reach``, ``dd-delta``, ``dd-near``, ``dd-level``
+- lens: ``dd-a``, ``dd-b``, ``dd-a-mark``, ``dd-b-mark``, ``dd-a-text``, ``dd-b-text``, ``dd-zero``
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from hashlib import sha256
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .blocks import View
+from .plot_bins import EQUAL, ORIGIN
+from .plot_lens import lens_svg
+from .plot_map import COLUMNS, frame_of, grid_svg, map_svg
+from .plot_margins import margins_svg
+from .plot_timeline import timeline_svg
+
+if TYPE_CHECKING:
+    from detdiff.compare.divergence import Divergence
+    from detdiff.compare.grids import Grid
+    from detdiff.compare.series import RequestSeries, Series
+
+    from .content import Report
+
+_OF_REQUEST = {"map": map_svg, "margins": margins_svg, "lens": lens_svg}
+
+
+def plot(series: Series, view: View, *, columns: int = COLUMNS, standalone: bool = False) -> str:
+    """One ``<svg>`` of a view. About 900 pixels wide with 240 ``columns``, about 330 with 72.
+
+    ``standalone`` is a document of its own: with light colours, a white ground and a heading, for any program that
+    shows SVG. Raises KeyError for a request that the series does not have.
+    """
+    if view.name == "timeline":
+        return timeline_svg(series, columns=columns, standalone=standalone)
+    for request in series.requests:
+        if request.id == view.request:
+            return _OF_REQUEST[view.name](request, columns=columns, standalone=standalone)
+    raise KeyError(view.request)
+
+
+def plots(report: Report) -> dict[str, str]:
+    """File names, such as ``map-anchor.svg``, and documents: every view of a report, and a zoom into the first birth.
+
+    The zoom is ``sites-*`` of the layer of the first origin, and ``entries-*`` of the first layer from there on whose
+    cache entries differ. Empty where a report has no series.
+    """
+    series = report.series
+    if series is None:
+        return {}
+    slugs = _slugs([request.id for request in series.requests])
+    files = {}
+    for section in report.sections:
+        for block in section.blocks:
+            if isinstance(block, View):
+                of = "" if block.request is None else f"-{slugs[block.request]}"
+                files[f"{block.name}{of}.svg"] = plot(series, block, standalone=True)
+    for request, kind, grid in _zooms(series, report.divergence):
+        file = f"{kind}-{slugs[request.id]}-{re.sub('[^a-z0-9]+', '-', grid.name[:60].lower())}.svg"
+        files[file] = grid_svg(grid, frame_of(request), standalone=True)
+    return files
+
+
+def _zooms(series: Series, divergence: Divergence | None) -> Iterator[tuple[RequestSeries, str, Grid]]:
+    """The sites of the layer in which the first origin lies, and the first cache entries from there on that differ."""
+    first = None if divergence is None else divergence.first
+    request = next((each for each in series.requests if each.id == first), None)
+    if request is None or divergence is None:
+        return
+    origin = divergence.request(request.id).origin
+    born = [grid for grid in request.sites if (grid.state == ORIGIN).any()]
+    if origin is not None:
+        born.sort(key=lambda grid: not _has(grid, origin.site, origin.position))
+    for layer in born[:1]:
+        yield request, "sites", layer
+        # What is born behind a layer's cache writes is carried by those of the next layer.
+        later = [grid.name for grid in request.sites[request.sites.index(layer) :]]
+        carried = [grid for grid in request.entries if grid.name in later and (grid.state > EQUAL).any()]
+        for grid in carried[:1]:
+            yield request, "entries", grid
+
+
+def _has(grid: Grid, site: str, position: int) -> bool:
+    """Whether that site was an origin at that position, by this grid: a draft has sites of the same names."""
+    if position >= grid.state.shape[1]:
+        return False
+    rows = [n for n, row in enumerate(grid.rows) if row == site]
+    return bool((np.asarray(grid.state)[rows, position] == ORIGIN).any())
+
+
+def _slugs(ids: list[str]) -> dict[str, str]:
+    """A part of a file name for each id: letters, digits, ``_`` and ``-``, and no two alike on any file system."""
+    slugs: dict[str, str] = {}
+    taken: set[str] = set()
+    for id in ids:
+        slug = re.sub(r"[^A-Za-z0-9_-]+", "-", id[:200]).strip("-")[:40]
+        if slug != id or slug.casefold() in taken:
+            slug = f"{slug or 'request'}-{sha256(id.encode('utf-8', 'surrogatepass')).hexdigest()[:12]}"
+        slugs[id] = slug
+        taken.add(slug.casefold())
+    return slugs

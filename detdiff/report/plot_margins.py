@@ -1,0 +1,200 @@
+"""The margins: by how much each token was chosen, beside by how much the other run moved that choice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isfinite
+from typing import TYPE_CHECKING, Final
+
+from .plot_scale import Linear, Log, log_range, said
+from .plot_svg import AREA, Canvas, Symbol, cross, fitted, mark, name, number, stroke, text_width, triangle
+from .words import count, spans
+
+if TYPE_CHECKING:
+    from detdiff.compare.points import TokenPoint
+    from detdiff.compare.series import RequestSeries
+
+_HEIGHT: Final = 200
+_ZERO: Final = 18
+
+
+def margins_svg(request: RequestSeries, *, columns: int = 240, standalone: bool = False) -> str:
+    """A point for each token's margin in run a and a cross for what the other run moved; larger where that could turn it.
+
+    More tokens than fit share places: then the smallest margin is drawn, the largest as a dash, and the largest
+    movement.
+    """
+    data = _Data.of(request, columns)
+    plan = _Plan.of(data, columns)
+    canvas, top = Canvas(), 4.0
+    title = f"Margins of {name(request.id)}"
+    if standalone:
+        canvas.text(8, top + 16, fitted(title, plan.width - 16, 15), "dd-t dd-h")
+        top += 28
+    top += 20
+    scale = Log(data.low, data.high, top + _HEIGHT, top, top + _HEIGHT + _ZERO)
+    _ground(canvas, plan, data, scale)
+    _marks(canvas, plan, data, scale)
+    if data.flip is not None:
+        x = plan.x(data.flip)
+        canvas.line(x, top - 8, x, scale.floor + 4, "dd-flip")
+        canvas.path(triangle(x, top - 6, 5), "dd-flip-mark")
+        words = f"flip, token {data.flip:,}"
+        left = x + 9 + text_width(words) > plan.width
+        canvas.text(x - 9 if left else x + 9, top - 8, words, "dd-t", "end" if left else "start")
+    height = canvas.legend(8, scale.floor + 42, plan.width - 16, _legend(data)) + 6
+    return canvas.svg("dd-margins", title, _said(request, data), (plan.width, height), standalone)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Tokens that share a place: their mean index, smallest and largest margin, and the largest movement."""
+
+    index: float
+    low: float | None
+    high: float | None
+    moved: float | None
+
+    @classmethod
+    def of(cls, tokens: Sequence[TokenPoint]) -> _Place:
+        margins = [x for token in tokens if (x := _finite(token.margin)) is not None]
+        moved = [abs(x) for token in tokens if (x := _finite(token.delta)) is not None]
+        index = sum(token.index for token in tokens) / len(tokens)
+        ends = min(margins, default=None), max(margins, default=None)
+        return cls(index, *ends, max(moved, default=None))
+
+
+def _finite(x: float | None) -> float | None:
+    return x if x is not None and isfinite(x) else None
+
+
+@dataclass(frozen=True)
+class _Data:
+    """The tokens and what is read from them. ``moved`` is the largest movement; ``per`` the tokens of one place."""
+
+    tokens: Sequence[TokenPoint]
+    places: Sequence[_Place]
+    flip: int | None
+    moved: float | None
+    per: int
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, request: RequestSeries, columns: int) -> _Data:
+        tokens = request.tokens_a
+        per = -(-len(tokens) // (2 * columns)) if tokens else 1
+        places = [_Place.of(tokens[first : first + per]) for first in range(0, len(tokens), per)]
+        moved = max((place.moved for place in places if place.moved is not None), default=None)
+        shown = [x for place in places for x in (place.low, place.high, place.moved) if x is not None]
+        low, high = log_range(shown)
+        # Logits have steps of about 1e-6 of their size: what is far below is nothing.
+        return cls(tokens, places, request.flip_index, moved, per, max(low, high * 1e-9), high)
+
+    def fragile(self, token: TokenPoint) -> bool:
+        """What was measured could have turned it; a movement of nothing turns no tie."""
+        margin = _finite(token.margin)
+        return self.moved is not None and self.moved > 0 and margin is not None and margin <= self.moved
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """From a token's index to its pixel."""
+
+    left: float
+    right: float
+    width: float
+    tokens: int
+
+    @classmethod
+    def of(cls, data: _Data, columns: int) -> _Plan:
+        # Where run a stopped earlier, the flip is the token that it does not have.
+        tokens = max(len(data.tokens), 0 if data.flip is None else data.flip + 1)
+        left, area = 58.0, AREA * columns
+        right = left + min(area, max(200.0, 30.0 * tokens))
+        return cls(left, right, max(right, left + min(area, 500)) + 14, tokens)
+
+    def x(self, index: float) -> float:
+        return self.left + (self.right - self.left) * (index + 0.5) / max(1, self.tokens)
+
+
+def _ground(canvas: Canvas, plan: _Plan, data: _Data, scale: Log) -> None:
+    """Axes, and the line of the largest movement."""
+    for tick in scale.ticks(8):
+        canvas.line(plan.left, scale(tick), plan.right, scale(tick), "dd-grid")
+        canvas.text(plan.left - 6, scale(tick) + 4, said(tick), "dd-t2", "end")
+    canvas.line(plan.left, scale.floor, plan.right, scale.floor, "dd-axis")
+    canvas.text(plan.left - 6, scale.floor + 4, "0", "dd-t2", "end")
+    tokens = Linear(0, max(0, plan.tokens - 1), plan.x(0), plan.x(max(0, plan.tokens - 1)))
+    for index in tokens.whole_ticks(max(1, int((plan.right - plan.left) / 60))):
+        canvas.line(plan.x(index), scale.floor, plan.x(index), scale.floor + 4, "dd-axis")
+        canvas.text(plan.x(index), scale.floor + 16, f"{index:,}", "dd-t2", "middle")
+    canvas.text(plan.left, scale.floor + 32, "generated token", "dd-t2")
+    if data.moved:
+        canvas.line(plan.left, scale(data.moved), plan.right, scale(data.moved), "dd-level")
+
+
+def _marks(canvas: Canvas, plan: _Plan, data: _Data, scale: Log) -> None:
+    reach, points, moves, near = "", "", "", ""
+    for place in data.places:
+        x = plan.x(place.index)
+        if place.low is not None and place.high is not None:
+            low, high = scale(place.low), scale(place.high)
+            reach += f"M{number(x - 2)} {number(high)}h4" if data.per > 1 and low - high > 3 else ""
+            points += f"M{number(x)} {number(low)}h.01"
+        if place.moved is not None:
+            moves += cross(x, scale(place.moved), 2.5 if data.per > 1 else 3.5)
+    for token in data.tokens:
+        if token.margin is not None and data.fragile(token):
+            x, y = plan.x(token.index), scale(token.margin)
+            near += f"M{number(x - 5)} {number(y - 5)}h10v10h-10z"
+    canvas.path(reach, "dd-reach")
+    canvas.path(moves, "dd-delta")
+    # Below its point, so that the margin is read at its middle.
+    canvas.path(near, "dd-near")
+    canvas.path(points, "dd-margin dd-small" if data.per > 1 else "dd-margin")
+
+
+def _legend(data: _Data) -> list[tuple[Sequence[Symbol], str]]:
+    def point(canvas: Canvas, x: float, y: float) -> None:
+        canvas.path(f"M{number(x)} {number(y)}h.01", "dd-margin")
+
+    def near(canvas: Canvas, x: float, y: float) -> None:
+        canvas.rect(x - 5, y - 5, 10, 10, "dd-near")
+        point(canvas, x, y)
+
+    least = "the smallest margin of a place, in run a" if data.per > 1 else "margin in run a"
+    items: list[tuple[Sequence[Symbol], str]] = [((point,), least)]
+    if data.per > 1:
+        items.append(((mark(lambda x, y: f"M{number(x - 2)} {number(y)}h4", "dd-reach"),), "the largest one"))
+    if data.moved is not None:
+        moved = mark(lambda x, y: cross(x, y, 3.5), "dd-delta")
+        items.append(((moved,), "by how much the other run moved it"))
+    if data.moved:
+        items.append(((stroke("dd-level"),), f"the largest such movement, {data.moved:.3g}"))
+    if any(data.fragile(token) for token in data.tokens):
+        items.append(((near,), "a margin that such a movement can turn"))
+    if data.per > 1:
+        items.append(((), f"{data.per:,} tokens share a place."))
+    return items
+
+
+def _said(request: RequestSeries, data: _Data) -> str:
+    """The picture in words."""
+    known = [(x, token.index) for token in data.tokens if (x := _finite(token.margin)) is not None]
+    parts = [f"{count(len(data.tokens), 'generated token')} of run a"]
+    if known:
+        parts.append(f"the smallest margin is {min(known)[0]:.6g}, at token {min(known)[1]:,}")
+    if data.moved is not None:
+        parts.append(f"the other run moved a margin by at most {data.moved:.6g}")
+    fragile = [token.index for token in data.tokens if data.fragile(token)]
+    if data.moved:
+        parts.append(
+            f"{count(len(fragile), 'token')} with a smaller margin: {spans([(n, n) for n in fragile])}"
+        )
+    if request.flip_index is None:
+        parts.append("no token flips")
+    else:
+        parts.append(f"the flip is token {request.flip_index:,}")
+    return "; ".join(parts) + "."
