@@ -5,40 +5,68 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from detdiff.commands.sides import Asked, OnToken, Progress, Side, named, recorded, sides
 from detdiff.explain import Verdict
 from detdiff.scenario import Scenario
 from detdiff.trace import Trace
 
+if TYPE_CHECKING:
+    from detdiff.model import LoadedModel
+
+Pair = tuple[Trace, Trace]
+
 
 def explained(asked: Asked, controls: Sequence[str], budget: int | None, progress: Progress) -> Verdict:
     """The verdict on what was asked for. Raises CommandError and what reading, recording and running raise."""
-    from detdiff.explain import explain
+    found = sides(replace(asked, replay=True))
+    loaded = model_of(asked, found)
+    with recorded(found, asked.keep, progress, loaded) as traces, Bars(progress) as bars:
+        return verdict_on(traces, found, asked, loaded, bars, controls, budget)
+
+
+def model_of(asked: Asked, found: tuple[Side, Side]) -> LoadedModel | None:
+    """The one model of both sides, loaded for all runs that follow; None where traces say themselves what to load.
+
+    Raises what loading raises.
+    """
     from detdiff.model import load
 
-    found = sides(replace(asked, replay=True))
-    loaded = None
     if asked.files and asked.model is not None:
-        loaded = load(asked.model)
-    elif any(isinstance(side.source, Scenario) for side in found):
+        return load(asked.model)
+    if any(isinstance(side.source, Scenario) for side in found):
         models = {_model(side) for side in found}
-        loaded = load(models.pop()) if len(models) == 1 else None
-    with recorded(found, asked.keep, progress, loaded) as traces, _Bars(progress) as bars:
-        verdict = explain(
-            *traces,
-            controls=controls or None,
-            budget=budget,
-            loaded=loaded,
-            progress=bars.on_token,
-            on_control=bars.next,
-        )
-        if verdict.divergence is None:
-            return _as_given(verdict, found, traces)
+        return load(models.pop()) if len(models) == 1 else None
+    return None
+
+
+def verdict_on(
+    traces: Pair,
+    found: tuple[Side, Side],
+    asked: Asked,
+    loaded: LoadedModel | None,
+    bars: Bars,
+    controls: Sequence[str] = (),
+    budget: int | None = None,
+) -> Verdict:
+    """The verdict on two traces, which names both sides as the user did. Raises what ``explain`` raises."""
+    from detdiff.explain import explain
+
+    verdict = explain(
+        *traces,
+        controls=controls or None,
+        budget=budget,
+        loaded=loaded,
+        progress=bars.on_token,
+        on_control=bars.next,
+    )
+    if verdict.divergence is None:
+        return _as_given(verdict, found, traces)
     return replace(verdict, divergence=named(verdict.divergence, found, asked.keep))
 
 
-def _as_given(verdict: Verdict, found: tuple[Side, Side], traces: tuple[Trace, Trace]) -> Verdict:
+def _as_given(verdict: Verdict, found: tuple[Side, Side], traces: Pair) -> Verdict:
     """What the user named in the place of temporary paths, which are gone when the verdict is read."""
 
     def words(text: str) -> str:
@@ -58,7 +86,7 @@ def _model(side: Side) -> str:
     return side.source.model
 
 
-class _Bars:
+class Bars:
     """One progress bar after the other."""
 
     def __init__(self, progress: Progress) -> None:
@@ -66,7 +94,7 @@ class _Bars:
         self._stack = ExitStack()
         self._bar: OnToken | None = None
 
-    def __enter__(self) -> _Bars:
+    def __enter__(self) -> Bars:
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -36,6 +36,12 @@ def smollm2_bf16() -> Path:
 
 
 @pytest.fixture(scope="session")
+def smollm2_draft_3bit() -> Path:
+    """SmolLM2-135M-Instruct again, quantised to 3 bits: a draft of the same tokenizer that is rejected often."""
+    return _lay_out("draft-q3", "--quantize", "3", "--dtype", "bf16")
+
+
+@pytest.fixture(scope="session")
 def gemma270_bf16() -> Path:
     """Gemma 3 270M, unpacked to dense bfloat16; only where it is asked for."""
     if not os.environ.get("DETDIFF_TEST_GEMMA"):
@@ -46,7 +52,13 @@ def gemma270_bf16() -> Path:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    real = {"smollm2_packed_bf16", "smollm2_packed_f32", "smollm2_bf16", "gemma270_bf16"}
+    real = {
+        "smollm2_packed_bf16",
+        "smollm2_packed_f32",
+        "smollm2_bf16",
+        "smollm2_draft_3bit",
+        "gemma270_bf16",
+    }
     for item in items:
         if real & set(getattr(item, "fixturenames", ())):
             item.add_marker("real_model")

@@ -1,0 +1,90 @@
+"""The reference case on real weights: a request's text flips because another one's prompt shared a forward with it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from detdiff.compare import Divergence, compare
+from detdiff.engine import RecordOptions, record
+from detdiff.engine.serve import Models
+from detdiff.explain import Verdict, explain
+from detdiff.report import verdict_text
+from detdiff.report.verdict_text import TITLES
+from detdiff.scenario import Scenario
+
+FOLDER = Path(__file__).parents[1] / "traces" / "reference-case"
+SHORT = 6
+"""Tokens of a request where the flip is not waited for."""
+
+
+class Case:
+    """The four scenarios on one pair of models, which are loaded once."""
+
+    def __init__(self, target: Path, draft: Path) -> None:
+        self._paths = {"model": str(target), "draft": str(draft)}
+        self._models = Models.of(self.scenario("serial"))
+
+    def scenario(self, name: str, **changes: object) -> Scenario:
+        asked = Scenario.from_toml(FOLDER / f"smollm2-{name}.toml")
+        return asked.with_changes(**self._paths, **changes)
+
+    def compare(self, folder: Path, *names: str, **changes: object) -> Divergence:
+        traces = [
+            record(
+                self.scenario(name, **changes),
+                folder / name,
+                loaded=self._models.target,
+                draft=self._models.draft,
+                options=RecordOptions(observe=0),
+            )
+            for name in names
+        ]
+        return compare(*traces)
+
+    def explain(self, *names: str) -> Verdict:
+        a, b = (self.scenario(name) for name in names)
+        return explain(a, b, loaded=self._models.target, draft=self._models.draft)
+
+
+@pytest.fixture(scope="module")
+def case(smollm2_packed_bf16: Path, smollm2_draft_3bit: Path) -> Case:
+    return Case(smollm2_packed_bf16, smollm2_draft_3bit)
+
+
+def test_the_first_difference_is_born_in_the_shared_forward(case: Case, tmp_path: Path) -> None:
+    found = case.compare(tmp_path, "serial", "continuous", max_tokens=SHORT)
+    anchor = found.request("anchor")
+    assert anchor.flip is None and anchor.rung == found.request("follower").rung == "bits"
+    origin = anchor.origin
+    assert origin is not None and origin.composition_b is not None
+    members = [(member.request, member.phase, member.rows) for member in origin.composition_b.members]
+    assert sorted(members) == [("anchor", "verify", 4), ("follower", "prefill", 121)]
+    assert (origin.path_a, origin.path_b) == ("reference/candle-metal/mv", "reference/candle-metal/mm")
+    for request in found.requests:
+        assert request.verification is not None
+        for run in (request.verification.a, request.verification.b):
+            assert run is not None and run.agrees and 0 <= run.accepted < run.proposed
+
+
+def test_with_the_path_held_nothing_differs(case: Case, tmp_path: Path) -> None:
+    found = case.compare(tmp_path, "held-serial", "held-continuous", max_tokens=SHORT)
+    assert found.identical
+    for request in found.requests:
+        assert request.verification is not None and request.verification.a == request.verification.b
+
+
+@pytest.mark.skipif(
+    not os.environ.get("DETDIFF_TEST_FULL"), reason="set DETDIFF_TEST_FULL=1: half an hour of a core"
+)
+def test_the_whole_investigation(case: Case) -> None:
+    verdict = case.explain("serial", "continuous")
+    assert verdict.kind == "numerics" and verdict.divergence is not None
+    anchor, follower = (verdict.divergence.request(id) for id in ("anchor", "follower"))
+    assert anchor.flip is None and follower.flip is not None and follower.swapped
+    text = verdict_text(verdict)
+    assert "request anchor: no flip within its 96 tokens" in text
+    for number, title in enumerate(TITLES, 1):
+        assert f"\n{number}. {title}\n" in text
