@@ -16,6 +16,13 @@ from detdiff.cli import DIFFERENT, IDENTICAL, INCONCLUSIVE, TROUBLE, main
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
+ANCHOR = re.compile(r"\]\(([^)#:]*)#([^)]+)\)")
+
+
+def anchors(text: str) -> set[str]:
+    """What links into a page may name: its headings as a forge spells them."""
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def documented(text: str) -> list[list[str]]:
@@ -87,3 +94,12 @@ def test_every_page_is_linked_and_every_link_leads_somewhere() -> None:
     for page in PAGES:
         for target in LINK.findall(page.read_text(encoding="utf-8")):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+        for target, anchor in ANCHOR.findall(page.read_text(encoding="utf-8")):
+            other = page.parent / target if target else page
+            assert anchor in anchors(other.read_text(encoding="utf-8")), f"{page.name}: {target}#{anchor}"
+
+
+def test_a_link_to_no_heading_is_noticed() -> None:
+    text = "# One, two & `three`\n\nsee [there](#one-two--three) and [here](x.md#nowhere)\n"
+    assert anchors(text) == {"one-two--three"}
+    assert ANCHOR.findall(text) == [("", "one-two--three"), ("x.md", "nowhere")]
