@@ -78,11 +78,14 @@ def test_every_view_has_a_heading_a_picture_and_its_values(name: str) -> None:
     for figure, view in zip(figures, views, strict=True):
         assert figure.one("h3").text.endswith("" if view.request is None else f" of {view.request}")
         assert figure.attributes["id"].startswith(f"{view.name}-")
-        assert figure.one("svg").one("desc").text
+        pictures = figure.all("svg")
+        # A picture that is one always has a narrow twin, for narrow screens.
+        assert len(pictures) == (2 if view.name == "lens" else 1)
+        assert all(picture.one("desc").text for picture in pictures)
         tool = figure.one("div", class_="tool")
         assert tool.attributes["data-view"] == view.name and "hidden" in tool.attributes
         assert len(figure.one("table").all("tr")) > 1
-        assert figure.one("svg").attributes["role"] == "img"
+        assert {picture.attributes["role"] for picture in pictures} == {"img"}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -129,6 +132,13 @@ def test_a_verdict_has_its_controls_and_what_to_do() -> None:
     rows = [[cell.text for cell in row.all("td")] for row in page.one("section", id="controls").all("tr")]
     assert rows[1][:3] == ["hold_path", "removed", "With split_rows 8 nothing differs."]
     assert page.one("p", class_="advice").one("code").text == "detdiff probe"
+
+
+def test_advice_that_names_a_section_leads_there() -> None:
+    advice = tree(html(golden("inconclusive"))).one("p", class_="advice")
+    assert [(node.attributes["href"], node.text) for node in advice.all("a")] == [
+        ("#compared", "What was compared")
+    ]
 
 
 BLOCKS = (

@@ -13,7 +13,7 @@ import pytest
 from page_tree import Node, of, tree
 from series_samples import hostile, large, small
 
-from detdiff.report.blocks import View
+from detdiff.report.blocks import Item, View
 from detdiff.report.content import Report
 from detdiff.report.html import LARGEST, html
 from detdiff.report.html_data import payload
@@ -38,7 +38,7 @@ def test_the_scripts_data_are_the_series() -> None:
     for found, request in zip(data["requests"], series.requests, strict=True):
         grids = [*found["layers"], *found["sites"], *found["entries"]]
         for packed, grid in zip(grids, (request.layers, *request.sites, *request.entries), strict=True):
-            assert (packed["name"], packed["rows"]) == (grid.name, list(grid.rows))
+            assert (packed["name"], data["rows"][packed["rows"]]) == (grid.name, list(grid.rows))
             assert unpacked(packed["state"]) == grid.state.tobytes()
             assert unpacked(packed["share"]) == grid.share.tobytes()
             assert ("ulp" in packed) == (grid.ulp is not None and bool(np.isfinite(grid.ulp).any()))
@@ -74,9 +74,10 @@ def test_groups_of_positions_show_the_strongest_of_each() -> None:
     made = payload(series, None, 22_000)
     assert len(made.text) <= 22_000
     (said,) = [said for said in made.left_out if "in groups of" in said]
-    packed = json.loads(made.text)["requests"][0]["sites"][3]
+    data = json.loads(made.text)
+    packed = data["requests"][0]["sites"][3]
     assert f"groups of {packed['step']} positions" in said and packed["step"] > 1
-    state = np.frombuffer(unpacked(packed["state"]), np.uint8).reshape(len(packed["rows"]), -1)
+    state = np.frombuffer(unpacked(packed["state"]), np.uint8).reshape(len(data["rows"][packed["rows"]]), -1)
     for column in range(state.shape[1]):
         whole = sites[3].state[:, column * packed["step"] : (column + 1) * packed["step"]]
         assert (state[:, column] == whole.max(axis=1)).all()
@@ -101,3 +102,34 @@ def test_pictures_that_have_no_room_leave_their_tables() -> None:
     assert 0 < len(page.all("svg")) < len(page.all("figure"))
     assert all(figure.all("table") for figure in page.all("figure"))
     assert "no room for this picture" in text
+
+
+def many(count: int) -> Any:
+    series = large(300, 24)
+    requests = tuple(replace(series.requests[0], id=f"r{n}") for n in range(count))
+    return replace(series, requests=requests)
+
+
+@pytest.mark.parametrize("room", [60_000, 150_000, 2_000_000])
+def test_of_many_requests_the_first_ones_are_kept(room: int) -> None:
+    made = payload(many(40), None, room)
+    data = json.loads(made.text)
+    assert 1 <= len(data["requests"]) <= 40 and len(made.text) <= room
+    lists = json.loads(unpacked(data["lists"]))
+    assert [each["id"] for each in lists["requests"]] == [f"r{n}" for n in range(len(data["requests"]))]
+    missing = any("of 40 can be zoomed into" in said for said in made.left_out)
+    assert missing == (len(data["requests"]) < 40) == (room < 2_000_000)
+
+
+def test_a_page_of_many_requests_is_small_and_says_what_it_left_out() -> None:
+    series = many(90)
+    names: tuple[Any, ...] = ("map", "margins", "lens")
+    items = [Item("  birth: ", "x" * 300) for _ in range(400)]
+    views = [View(name, "said", request.id) for request in series.requests for name in names]
+    text = html(of(*items, *views, series=series))
+    assert len(text.encode()) <= LARGEST
+    page = tree(text)
+    assert "no room for the rest of this section" in page.one("section").text
+    assert 0 < len(page.all("figure")) < len(views) and all(
+        figure.all("table") for figure in page.all("figure")
+    )

@@ -1,0 +1,271 @@
+"""A report as one HTML file that needs nothing else: no network, no storage, and no script to be read.
+
+Everything that comes from a model or a trace is escaped by the templates. A content security policy lets only this page's
+own style and script run, by their hashes.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from jinja2 import Environment, FunctionLoader, StrictUndefined
+from markupsafe import Markup, escape
+
+from .blocks import Blank, Block, Code, Item, Prose, Table, Texts, View
+from .columns import is_numeric
+from .content import Report, Section
+from .html_data import payload
+from .html_facts import facts
+from .html_tables import values
+from .html_texts import side_by_side
+from .plot import plot
+from .plot_style import style as plot_style
+from .words import named
+
+if TYPE_CHECKING:
+    from detdiff.compare.series import Series
+
+LARGEST: Final = 2_000_000
+"""Bytes of a page at most."""
+
+_TEXTS: Final = 400_000
+_PICTURES: Final = 500_000
+_SECTION: Final = 60_000
+_VIEWED: Final = 60
+_LONGEST: Final = 2_000
+_NARROW: Final = 72
+_SCRIPTS: Final = (
+    "page.js",
+    "data.js",
+    "stage.js",
+    "map_paint.js",
+    "map.js",
+    "timeline.js",
+    "margins.js",
+    "start.js",
+)
+_VIEWS: Final = {
+    "map": "Map",
+    "timeline": "Timeline",
+    "margins": "Margins",
+    "lens": "Preference by layer",
+}
+
+
+@dataclass(frozen=True)
+class Part:
+    """A block as the template takes it: ``kind`` chooses the macro, ``of`` is what it shows.
+
+    ``first`` says that none of its kind came before.
+    """
+
+    kind: str
+    of: Any
+    first: bool = False
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A view: its heading, the picture without script, its values, and where its data are for the script.
+
+    ``small`` is the picture for a narrow screen, of a view that is a picture always.
+    """
+
+    id: str
+    name: str
+    title: str
+    said: str
+    request: int | None
+    picture: Markup | None
+    small: Markup | None
+    values: Table | None
+
+
+def write_html(report: Report, path: Path) -> None:
+    """Write the page. Raises OSError where that cannot be done."""
+    path.write_text(html(report), encoding="utf-8", newline="\n")
+
+
+def html(report: Report) -> str:
+    """The whole page, at most ``LARGEST`` bytes: what does not fit is left out, and the page says so."""
+    blocks = [block for section in report.sections for block in section.blocks]
+    pictures = _Pictures(report.series, sum(isinstance(block, View) for block in blocks))
+    room = _TEXTS // max(1, sum(isinstance(block, Texts) for block in blocks))
+    sections = [(section, _parts(section, pictures, room)) for section in report.sections]
+    for parts in [parts for _, parts in sections if any(part.kind == "texts" for part in parts)][:1]:
+        place = next(n for n, part in enumerate(parts) if part.kind == "texts")
+        parts[place] = replace(parts[place], first=True)
+    context = {
+        "report": report,
+        "sections": sections,
+        "advice": _advice(report),
+        "facts": facts(report),
+        "data": None,
+        "left_out": (),
+    }
+    page = _page("report.html", _SCRIPTS, context)
+    if report.series is None or not pictures.drawn:
+        return page
+    data = payload(report.series, report.divergence, LARGEST - len(page.encode()) - 4_000)
+    return _page("report.html", _SCRIPTS, {**context, "data": Markup(data.text), "left_out": data.left_out})
+
+
+class _Pictures:
+    """Draws ``views`` views, until they would take too much of the page; their tables are the shorter the more there are."""
+
+    def __init__(self, series: Series | None, views: int) -> None:
+        self._series = series
+        self._room = _PICTURES
+        self._lines = max(8, 2_400 // max(1, views))
+        self.drawn = 0
+
+    def figure(self, view: View) -> Figure | None:
+        """None where there is nothing to draw."""
+        series = self._series
+        if series is None or self.drawn == _VIEWED:
+            return None
+        place = next((n for n, each in enumerate(series.requests) if each.id == view.request), None)
+        if place is None and view.request is not None:
+            return None
+        self.drawn += 1
+        picture = plot(series, view) if self._room > 0 else ""
+        self._room -= len(picture)
+        of = "" if view.request is None else f" of {named(view.request, 80)}"
+        return Figure(
+            id=f"{view.name}-{0 if place is None else place}",
+            name=view.name,
+            title=f"{_VIEWS[view.name]}{of}",
+            said=view.said,
+            request=place,
+            picture=Markup(picture) if self._room >= 0 else None,
+            small=Markup(plot(series, view, columns=_NARROW))
+            if view.name == "lens" and self._room >= 0
+            else None,
+            values=values(series, view, self._lines),
+        )
+
+
+def _parts(section: Section, pictures: _Pictures, room: int) -> list[Part]:
+    """Neighbouring items as one list; a line that names a request is a heading. A section has its room, too."""
+    parts: list[Part] = []
+    items: list[Item] = []
+    left = _SECTION
+    for block in (*section.blocks, Blank()):
+        left -= _length(block)
+        if left < 0 and _length(block):
+            continue
+        if isinstance(block, Item):
+            items.append(block)
+            continue
+        if items:
+            parts.append(Part("items", tuple(items)))
+            items = []
+        parts += _part(block, pictures, room)
+    if left < 0:
+        parts.append(
+            Part("prose", "The page has no room for the rest of this section; the report in JSON has it.")
+        )
+    return parts
+
+
+def _length(block: Block) -> int:
+    """About how many bytes a block takes that has no room of its own."""
+    match block:
+        case Prose(text) | Code(text):
+            return len(text) + 40
+        case Item(lead, text):
+            return len(lead) + len(text) + 80
+        case Table(headers, rows):
+            return sum(min(len(cell), 600) + 12 for row in (headers, *rows) for cell in row)
+        case Texts() | View() | Blank():
+            return 0
+
+
+def _part(block: Block, pictures: _Pictures, room: int) -> Iterator[Part]:
+    match block:
+        case Prose(text):
+            heading = text.startswith("request ")
+            yield Part("heading" if heading else "prose", text.removesuffix(":") if heading else text)
+        case Table():
+            yield Part("table", block)
+        case Texts():
+            yield Part("texts", side_by_side(block, room))
+        case Code():
+            yield Part("code", block)
+        case View():
+            figure = pictures.figure(block)
+            yield Part("prose", block.said) if figure is None else Part("figure", figure)
+        case Item() | Blank():
+            pass
+
+
+def cut(text: str, longest: int = _LONGEST) -> str:
+    """``text``, or its beginning and how long it was."""
+    return text if len(text) <= longest else f"{text[:longest]}… (cut, {len(text):,} in all)"
+
+
+_COMMAND = re.compile(r"`([A-Za-z][^`\"]{0,200})`")
+
+
+def said(text: str) -> Markup:
+    """Prose; what stands in backticks is code."""
+    pieces = _COMMAND.split(cut(text))
+    return Markup("").join(
+        Markup("<code>{}</code>").format(piece) if n % 2 else escape(piece) for n, piece in enumerate(pieces)
+    )
+
+
+def _advice(report: Report) -> Markup:
+    """What to do; the name of a section leads there."""
+    text = str(said(report.advice))
+    for section in report.sections:
+        link = Markup('<a href="#{}">{}</a>').format(section.id, section.title)
+        text = text.replace(str(Markup("<code>{}</code>").format(section.title)), str(link))
+    return Markup(text)
+
+
+def _page(template: str, scripts: Sequence[str], context: dict[str, Any]) -> str:
+    style = Markup(plot_style() + _asset("report.css"))
+    # One function around all of them: nothing of a page's script is a global name.
+    script = Markup('"use strict";\n(() => {\n' + "\n".join(_asset(name) for name in scripts) + "\n})();\n")
+    policy = (
+        f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; base-uri 'none'; "
+        "form-action 'none'"
+    )
+    return _environment().get_template(template).render(style=style, script=script, policy=policy, **context)
+
+
+def render(template: str, scripts: Sequence[str], **context: Any) -> str:
+    """A page from one of this package's templates."""
+    return _page(template, scripts, context)
+
+
+def _hash(text: str) -> str:
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode('ascii')}"
+
+
+@cache
+def _asset(name: str) -> str:
+    return files("detdiff.report").joinpath("templates", name).read_text(encoding="utf-8")
+
+
+@cache
+def _environment() -> Environment:
+    made = Environment(
+        loader=FunctionLoader(_asset),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    made.filters |= {"said": said, "cut": cut, "named": named}
+    made.tests |= {"numeric": is_numeric}
+    return made

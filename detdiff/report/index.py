@@ -1,0 +1,103 @@
+"""Several reports at once: which two runs, what came out, and where to read on."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from urllib.parse import quote
+
+from .blocks import Table
+from .columns import table_lines
+from .content import Report
+from .words import count, named
+
+KINDS = ("bug", "race", "numerics", "policy", "undetermined", "different", "inconclusive", "identical")
+"""What needs attention first comes first."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One comparison, ``name`` is the user's word for it, ``a`` and ``b`` name its runs.
+
+    ``page`` is the path of its report, relative to the index, None where there is none. ``flips`` of ``requests``
+    compared requests flip; ``born`` is the site of the first origin, empty where there is none. Texts are as they are
+    in the trace and the folder, not yet escaped, but for the headline.
+    """
+
+    name: str
+    a: str
+    b: str
+    kind: str
+    headline: str
+    flips: int
+    requests: int
+    born: str
+    page: str | None = None
+
+    @classmethod
+    def of(cls, name: str, report: Report, page: str | None = None) -> Entry:
+        """The line of a report; its runs are called as their traces are."""
+        divergence = report.divergence
+        if divergence is None:
+            return cls(name, "", "", report.kind, report.headline, 0, 0, "", page)
+        first = next((each for each in divergence.requests if each.id == divergence.first), None)
+        return cls(
+            name=name,
+            a=divergence.a.trace,
+            b=divergence.b.trace,
+            kind=report.kind,
+            headline=report.headline,
+            flips=sum(each.flip is not None for each in divergence.requests),
+            requests=divergence.compared.requests,
+            born="" if first is None or first.origin is None else first.origin.site,
+            page=page,
+        )
+
+    @property
+    def link(self) -> str:
+        """The page's address: always a relative one, whatever its name is; empty without a page."""
+        return "" if self.page is None else f"./{quote(self.page, safe='/')}"
+
+    @property
+    def rank(self) -> int:
+        """How soon it is read."""
+        return KINDS.index(self.kind) if self.kind in KINDS else len(KINDS)
+
+
+def index_html(entries: Sequence[Entry]) -> str:
+    """A page with a table that can be sorted and filtered, and that is all there without script."""
+    # A text needs no templates.
+    from .html import render
+
+    ordered = _ordered(entries)
+    kinds = Counter(each.kind for each in ordered)
+    return render("index.html", ("page.js", "index.js"), entries=ordered, kinds=kinds, title=summary(entries))
+
+
+def index_text(entries: Sequence[Entry], *, width: int = 100) -> str:
+    """The same as a table of text; lines are at most ``width`` characters where that can be."""
+    rows = tuple(
+        (
+            named(each.name),
+            named(each.a) or "-",
+            named(each.b) or "-",
+            each.kind,
+            f"{each.flips:,} of {each.requests:,}",
+            named(each.born) or "-",
+        )
+        for each in _ordered(entries)
+    )
+    table = Table(("comparison", "a", "b", "verdict", "flips", "born at"), rows)
+    return "\n".join((summary(entries), "", *table_lines(table, max(40, width)))) + "\n"
+
+
+def summary(entries: Sequence[Entry]) -> str:
+    """How many of which kind, in a sentence."""
+    kinds = Counter(each.kind for each in _ordered(entries))
+    said = ", ".join(f"{found:,} {kind}" for kind, found in kinds.items())
+    return f"{count(len(entries), 'comparison')}: {said}." if entries else "No comparison was found."
+
+
+def _ordered(entries: Sequence[Entry]) -> list[Entry]:
+    return sorted(entries, key=lambda each: (each.rank, each.name))

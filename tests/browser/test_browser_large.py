@@ -1,0 +1,98 @@
+"""A report of 5,000 tokens and 32 layers: small enough to send, open before one looks up, and right all the way down."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+import numpy as np
+import pytest
+from drawn_pages import drawing
+from series_samples import large
+
+from detdiff.compare.grids import Grid
+from detdiff.compare.series import Series
+from detdiff.report.html import LARGEST, html
+
+SECONDS = 3
+
+
+def noise(grid: Grid, rows: int, draw: np.random.Generator) -> Grid:
+    """A grid of ``rows`` rows in which nothing can be compressed."""
+    shape = rows, grid.state.shape[1]
+    names = tuple(f"{grid.name} {n}" for n in range(rows))
+    return Grid(
+        grid.name,
+        names,
+        draw.integers(4, size=shape, dtype=np.uint8),
+        draw.integers(256, size=shape, dtype=np.uint8),
+        draw.random(shape, np.float32) * 1e6,
+        draw.random(shape, np.float32),
+    )
+
+
+def noisy(series: Series, entries: int) -> Series:
+    """The same with random cells, with sizes for each, 13 sites and ``entries`` cache entries a layer."""
+    draw = np.random.default_rng(1)
+    request = series.requests[0]
+    layers = replace(noise(request.layers, len(request.layers.rows), draw), rows=request.layers.rows)
+    sites = tuple(noise(grid, 13, draw) for grid in request.sites)
+    found = tuple(noise(grid, entries, draw) for grid in request.entries)
+    request = replace(request, layers=layers, sites=sites, entries=found)
+    return replace(series, requests=(request, *series.requests[1:]))
+
+
+@pytest.fixture(scope="module")
+def pages() -> dict[str, str]:
+    series = large()
+    made = {"usual": series, "noise": noisy(series, 4), "many heads": noisy(series, 16)}
+    return {name: html(drawing(each)) for name, each in made.items()}
+
+
+@pytest.mark.parametrize("name", ["usual", "noise", "many heads"])
+def test_it_is_small_and_opens_at_once(show: Any, pages: dict[str, str], name: str) -> None:
+    assert len(pages[name].encode()) <= LARGEST == 2_000_000
+    taken = []
+    for _ in range(3):
+        opened = show(pages[name])
+        # Milliseconds from the start of the navigation until every view has been drawn and can be used.
+        taken.append(float(opened.page.locator("html").get_attribute("data-ready")) / 1000)
+        opened.page.close()
+    assert median(taken) < SECONDS
+
+
+def test_a_page_that_had_no_room_says_what_is_missing(show: Any, pages: dict[str, str]) -> None:
+    notes = {name: show(text).page.locator(".top .note").all_text_contents() for name, text in pages.items()}
+    assert not [note for note in notes["usual"] if "small" in note]
+    assert "Left out to keep this page small: the largest ULP of each site." in notes["noise"]
+    assert not [note for note in notes["noise"] if "groups" in note]
+    assert [note for note in notes["many heads"] if "in groups of" in note]
+
+
+def test_every_cell_can_be_reached(show: Any, pages: dict[str, str]) -> None:
+    request = large().requests[0]
+    opened = show(pages["usual"])
+    opened.focus("map-0")
+    opened.press("b", "Enter")
+    found = opened.values("map-0")
+    assert (found["in"], found["state"]) == ("layer 3", "origin: born here")
+    assert found[""] == f"layers.3.attn.q_proj, position {request.prompt + 250}"
+    opened.press("End", "c", *["ArrowUp"] * 9, "ArrowDown")
+    found = opened.values("map-0")
+    state = ("bit-equal", "propagated: its inputs differed already")[request.entries[3].state[1, 4999] - 1]
+    assert (found[""], found["state"]) == ("K head 1, position 4999", state)
+
+
+def test_what_is_drawn_in_groups_is_the_strongest_of_each(show: Any, pages: dict[str, str]) -> None:
+    request = noisy(large(), 16).requests[0]
+    opened = show(pages["many heads"])
+    opened.focus("map-0")
+    opened.figure("map-0").get_by_role("combobox", name="Show").select_option(label="sites of layer 7")
+    opened.press("Home", *["ArrowUp"] * 13)
+    first, last = opened.values("map-0")[""].rpartition("positions ")[2].split(" to ")
+    assert first == "0"
+    state = request.sites[7].state[0, : int(last) + 1].max()
+    assert opened.values("map-0")["state"].startswith(
+        ("not compared", "bit-equal", "propagated", "origin")[state]
+    )
