@@ -98,8 +98,8 @@ def json_option(function: F) -> F:
     )(function)
 
 
-def sides_options(traces: str) -> Callable[[F], F]:
-    """What says which two sides there are; ``traces`` opens what --model means beside them."""
+def sides_options(traces: str, *, keep: bool = True) -> Callable[[F], F]:
+    """What says which two sides there are; ``traces`` opens what --model means beside them, ``keep`` adds --keep."""
     options = (
         click.argument("files", nargs=-1, metavar="[A] [B]", type=click.Path(path_type=Path)),
         click.option(
@@ -126,17 +126,14 @@ def sides_options(traces: str) -> Callable[[F], F]:
         click.option(
             "--kernels", metavar="NAME", help="Short for --both kernels=NAME: a dispatch profile, or native."
         ),
-        click.option(
-            "--keep",
-            metavar="DIR",
-            type=click.Path(path_type=Path),
-            help="Keep the traces as DIR/a and DIR/b.",
-        ),
+    )
+    keep_option = click.option(
+        "--keep", metavar="DIR", type=click.Path(path_type=Path), help="Keep the traces as DIR/a and DIR/b."
     )
 
     def decorate(function: F) -> F:
         # Decorators apply from the last to the first, and so click lists them.
-        for option in reversed(options):
+        for option in reversed((*options, keep_option) if keep else options):
             function = option(function)
         return function
 
@@ -282,6 +279,126 @@ def explain(files: tuple[Path, ...], controls: tuple[str, ...], budget: int | No
         click.echo(verdict_text(verdict, width=_width()), nl=False)
     codes = {"identical": IDENTICAL, "undetermined": INCONCLUSIVE}
     click.get_current_context().exit(codes.get(verdict.kind, DIFFERENT))
+
+
+@main.command()
+@sides_options("With traces", keep=False)
+@click.option(
+    "-o",
+    "--output",
+    "folder",
+    metavar="DIR",
+    type=click.Path(path_type=Path),
+    required=True,
+    help="Directory of the reduction: new, or one that was interrupted.",
+)
+@click.option("--keep-flip", is_flag=True, help="A token has to flip still; without it, bits may be enough.")
+@click.option(
+    "--twin/--no-twin",
+    default=None,
+    help="Try random weights in the place of the model's. Default: unless it is a built-in model.",
+)
+@click.option("--budget", metavar="N", type=click.IntRange(1), help="Run at most N pairs.")
+@json_option
+def reduce(
+    files: tuple[Path, ...],
+    folder: Path,
+    keep_flip: bool,
+    twin: bool | None,
+    budget: int | None,
+    **options: Any,
+) -> None:
+    """Find the smallest pair of scenarios that still parts as A and B do.
+
+    Fewer requests, shorter prompts, fewer tokens, plainer settings, a model of random weights with fewer layers: as long as
+    verdict, site of birth and kernel paths stay the same. A and B are what compare takes; docs/reduce.md says more. After
+    Ctrl-C the same command goes on where it was.
+
+    Example: detdiff reduce traces/reference-case/serial.toml traces/reference-case/continuous.toml -o smaller
+    """
+    from detdiff.commands.reduce import Wanted, reduced, reduction_json, reduction_text
+
+    if len(files) > 2:
+        raise click.UsageError(f"reduce takes two files at most, and there are {len(files)}.")
+    wanted = Wanted(folder, budget, keep_flip, twin)
+    shown = sys.stderr.isatty()
+    found = reduced(
+        _asked(files, {"partial": False, "keep": None, **options}),
+        wanted,
+        _progress,
+        lambda step: click.echo(f"\r{step.said}: {step.rows:,} rows", err=True) if shown else None,
+    )
+    if options["as_json"]:
+        _write_json(reduction_json(found))
+    else:
+        click.echo(reduction_text(found, width=_width()), nl=False)
+
+
+def _json_file(ctx: click.Context, _: click.Parameter, value: Path | None) -> Path | None:
+    ctx.meta[_JSON] = value is not None and str(value) == "-"
+    return value
+
+
+def file_option(name: str, metavar: str, help: str, **more: Any) -> Callable[[F], F]:
+    """An option that says where to write something."""
+    return click.option(name, metavar=metavar, type=click.Path(path_type=Path), help=help, **more)
+
+
+@main.command()
+@sides_options("With traces")
+@click.option("--explain", "why", is_flag=True, help="Run the controls as well, for a verdict.")
+@click.option("--budget", metavar="N", type=click.IntRange(0), help="With --explain: at most N re-runs.")
+@click.option(
+    "--replay", is_flag=True, help="Run both again and capture values around each divergence: ULPs."
+)
+@file_option("--html", "FILE", "Write a page to look at: one file, which needs no network.")
+@file_option("--markdown", "FILE", "Write Markdown, as an issue takes it.")
+@file_option("--json", "FILE", "Write JSON; - is the standard output.", callback=_json_file, is_eager=True)
+@file_option("--plots", "DIR", "Write each picture as an SVG file.")
+@file_option("--pack", "ZIP", "Write all that running it again needs, weights left out.")
+@click.option("--partial", is_flag=True, help="Read what is left of damaged traces.")
+def report(files: tuple[Path, ...], why: bool, budget: int | None, **options: Any) -> None:
+    """Turn a comparison or a verdict into something to read, to paste into an issue, and to look at.
+
+    A and B are what compare takes. A single file is an answer that compare, explain or report wrote with --json; a single
+    directory that is no trace is a folder of comparisons (such answers, and what --keep keeps), whose pages --html
+    gathers under an index. Without a format, the report goes to the terminal.
+
+    Example: detdiff report traces/a traces/b --html report.html --markdown report.md
+    """
+    from detdiff.commands import report as reports
+
+    if len(files) > 2:
+        raise click.UsageError(f"report takes two files at most, and there are {len(files)}.")
+    formats = ("html", "markdown", "json", "plots", "pack")
+    wanted = reports.Wanted(**{name: options[name] for name in formats})
+    asked = _asked(files, options)
+    if reports.is_folder(asked):
+        from detdiff.commands.report_folder import gathered
+
+        for line in gathered(asked.files[0], wanted, _width()):
+            click.echo(line)
+        return
+    how_far = reports.Why(options["replay"], why, budget)
+    with reports.reported(asked, how_far, _progress) as made:
+        written = reports.write(made, wanted)
+        if ctx_json():
+            click.echo(reports.as_json(made), nl=False)
+        elif written:
+            click.echo(made.report.headline)
+            for path in written:
+                click.echo(f"  {path}")
+        else:
+            click.echo(reports.as_text(made, _width(), colour=_colourful()), nl=False)
+
+
+def ctx_json() -> bool:
+    """Whether the answer goes to the standard output as JSON."""
+    return bool(click.get_current_context().meta.get(_JSON))
+
+
+def _colourful() -> bool:
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def _asked(files: tuple[Path, ...], options: Mapping[str, Any]) -> Asked:

@@ -373,3 +373,59 @@ class ProfileUnusable(DetdiffError):
 
 class OracleRefused(DetdiffError):
     """The float64 oracle cannot judge a site: a composite, a form that it does not know, or facts that are missing."""
+
+
+class CheckError(DetdiffError):
+    """A check of batch invariance cannot be made as it was asked for; it is never a pass."""
+
+
+class NothingToCheck(CheckError):
+    """A check that would compare nothing: no schedule, no layout, no prompt, too few requests, or no row in common."""
+
+
+class ScheduleInvalid(CheckError):
+    """A schedule or layout of a check is written in no form that exists."""
+
+
+class CheckSubjectInvalid(CheckError):
+    """What should be checked is no model, engine or operation that a check can run."""
+
+
+class CheckSettingInvalid(CheckError):
+    """A setting of a check, or of the pytest plugin, has a value that it cannot take."""
+
+
+class AnswerOfOtherTraces(DetdiffError):
+    """A comparison and two traces are given together, and the comparison is not of these traces."""
+
+
+class ReductionError(DetdiffError):
+    """A pair of runs cannot be reduced."""
+
+
+class NothingToReduce(ReductionError):
+    """Two runs that do not part, or that have nothing in common."""
+
+
+class ReductionOfAnotherCase(ReductionError):
+    """The folder of a reduction holds that of another pair, model, machine or choice."""
+
+
+class ReductionFolderUnusable(ReductionError):
+    """The folder of a reduction holds something else, or a damaged file."""
+
+
+class EngineAnswerInvalid(CheckError):
+    """An engine of the user's own answered in a form that is none: tokens, log-probabilities or tapped rows do not fit."""
+
+
+class EngineFailed(CheckError):
+    """An engine of the user's own raised an exception, or does not run the schedule that was asked for."""
+
+
+class TorchMissing(DetdiffError):
+    """torch or transformers is needed and is not installed."""
+
+
+class HypothesisMissing(DetdiffError):
+    """``detdiff.strategies`` is imported and hypothesis is not installed."""

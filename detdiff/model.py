@@ -22,7 +22,7 @@ from detdiff.errors import (
     PromptWithoutTokens,
     TokenizerInvalid,
 )
-from detdiff.model_directory import check_directory, config_value, identity
+from detdiff.model_directory import RANDOM, check_directory, config_value, identity
 
 __all__ = [
     "LoadedModel",
@@ -95,11 +95,18 @@ def load_weights(path: Path, *, lazy: bool = False) -> tuple[Any, dict[str, Any]
         ModelWeightsMismatch: arrays are missing, superfluous or of another shape.
         ModelError: the directory breaks another rule, or mlx-lm refuses the model for a reason of its own.
     """
-    _check_type(check_directory(path)["model_type"])
+    described = check_directory(path)
+    _check_type(described["model_type"])
     from mlx_lm.utils import load_model
 
     try:
+        if RANDOM in described:
+            from detdiff.twin import build
+
+            return build(described)
         model, config = load_model(path, lazy=lazy)
+    except ModelError:
+        raise
     except (ValueError, KeyError) as error:
         # ValueError is how mlx complains of names and shapes, KeyError how a sanitizer misses an array.
         if isinstance(error, KeyError) or re.search(r"parameters|[Ee]xpected shape", str(error)):
@@ -123,9 +130,15 @@ def load_weights(path: Path, *, lazy: bool = False) -> tuple[Any, dict[str, Any]
 def load_tokenizer(path: Path, config: Mapping[str, Any]) -> Any:
     """mlx-lm's ``TokenizerWrapper`` of the model directory `path`, with the stop tokens that `config` names.
 
+    A model of random weights has no tokenizer; what stands for it knows token ids alone.
+
     Raises:
         TokenizerInvalid: the tokenizer files do not load.
     """
+    if RANDOM in config:
+        from detdiff.twin import TokenIds
+
+        return TokenIds(config.get("eos_token_id"))
     from mlx_lm.utils import load_tokenizer as load_wrapper
 
     try:

@@ -10,7 +10,7 @@ import difflib
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,9 @@ from detdiff.errors import (
 )
 
 WEIGHTS_INDEX = "model.safetensors.index.json"
+RANDOM = "detdiff_random"
+"""The key of a config.json whose model has random weights, with ``seed`` and ``dtype``; `detdiff.twin` makes them."""
+LAYER_KEYS = ("num_hidden_layers", "n_layers", "n_layer")
 TOKENIZER_FILES = (
     "chat_template.jinja",
     "chat_template.json",
@@ -54,7 +57,7 @@ def check_directory(path: Path) -> dict[str, Any]:
 
     Checked: the configuration is a JSON object with a model type; every weight file's header fits its file;
     every file that an index names is there; there is a tokenizer. Array names and shapes are the loader's to
-    check.
+    check. A model of random weights needs its configuration alone.
 
     Raises:
         ModelNotFound, ModelNotADirectory, ModelConfigMissing, ModelConfigInvalid, ModelWeightsMissing,
@@ -77,6 +80,14 @@ def check_directory(path: Path) -> dict[str, Any]:
             f"tokenizer files. {advice}"
         )
     config = read_config(path)
+    if RANDOM in config:
+        recipe(config)
+        if weight_files(path):
+            raise ModelConfigInvalid(
+                f"{str(path / 'config.json')!r} asks for random weights ({RANDOM}), and there are weight files beside it. "
+                "Remove one of the two."
+            )
+        return config
     check_weight_files(path)
     if not _matching(path, VOCABULARIES):
         raise TokenizerMissing(
@@ -106,6 +117,19 @@ def read_config(path: Path) -> dict[str, Any]:
             f"Copy the whole config.json of the model that they come from."
         )
     return config
+
+
+def recipe(config: Mapping[str, Any]) -> tuple[int, str]:
+    """Seed and dtype of a configuration that asks for random weights. Raises ModelConfigInvalid for others."""
+    asked = config.get(RANDOM)
+    seed = asked.get("seed") if isinstance(asked, dict) else None
+    dtype = asked.get("dtype") if isinstance(asked, dict) else None
+    if type(seed) is not int or seed < 0 or dtype not in ("float32", "float16", "bfloat16"):
+        raise ModelConfigInvalid(
+            f"config.json has {RANDOM} {asked!r}; expected a seed, 0 or more, and a dtype, such as "
+            f'{{"seed": 0, "dtype": "bfloat16"}}. Correct it there.'
+        )
+    return seed, dtype
 
 
 def weight_files(path: Path) -> list[Path]:
@@ -153,23 +177,26 @@ def identity(path: Path) -> dict[str, Any]:
         content, whatever its spacing), ``weights_sha256`` (names and bytes of the weight files, in name
         order), ``tokenizer_sha256`` (names and bytes of the tokenizer files, in name order), ``dtypes``
         (number of arrays per safetensors dtype), ``quantization`` (in words, None where dense), ``layers``
-        and ``vocab_size`` (None where the configuration does not say).
+        and ``vocab_size`` (None where the configuration does not say). Random weights follow from the
+        configuration and their recipe, so ``weights_sha256`` is that of the recipe, and ``tokenizer_sha256`` is None.
 
     Raises:
         ModelError: the directory breaks a rule of `check_directory`.
     """
     config = check_directory(path)
     files = weight_files(path)
+    drawn = RANDOM in config
+    dtypes: Counter[str] = sum((_array_dtypes(file) for file in files), Counter())
     canonical = json.dumps(config, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return {
         "name": path.resolve().name,
         "model_type": config["model_type"],
         "config_sha256": hashlib.sha256(canonical.encode()).hexdigest(),
-        "weights_sha256": _hash_files(files),
-        "tokenizer_sha256": _hash_files(sorted(_matching(path, (*TOKENIZER_FILES, "*.tiktoken")))),
-        "dtypes": dict(sorted(sum((_array_dtypes(file) for file in files), Counter()).items())),
+        "weights_sha256": _hash_recipe(config) if drawn else _hash_files(files),
+        "tokenizer_sha256": None if drawn else _hash_files(sorted(_matching(path, (*TOKENIZER_FILES, "*.tiktoken")))),
+        "dtypes": {} if drawn else dict(sorted(dtypes.items())),
         "quantization": _quantization(config),
-        "layers": config_value(config, "num_hidden_layers", "n_layers", "n_layer"),
+        "layers": config_value(config, *LAYER_KEYS),
         "vocab_size": config_value(config, "vocab_size"),
     }
 
@@ -220,6 +247,12 @@ def _hash_files(files: list[Path]) -> str:
         # Name and content each end up with one reading: a fixed-length digest after a terminated name.
         total.update(file.name.encode() + b"\0" + content)
     return total.hexdigest()
+
+
+def _hash_recipe(config: dict[str, Any]) -> str:
+    # The version of the recipe: to be raised when `detdiff.twin` draws otherwise.
+    seed, dtype = recipe(config)
+    return hashlib.sha256(f"{RANDOM}/1:{seed}:{dtype}".encode()).hexdigest()
 
 
 def _quantization(config: dict[str, Any]) -> str | None:

@@ -8,7 +8,7 @@ import shutil
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ _WIDTH = 100
 _WEIGHTS = (".safetensors", ".gguf", ".npz", ".bin", ".pt", ".pth")
 _EPOCH = (1980, 1, 1, 0, 0, 0)
 """The time of every member: the same pack twice is the same bytes."""
-TWIN = "model"
+MODEL = "model"
 
 
 def pack(report: Report, traces: tuple[Trace, Trace], path: Path) -> None:
@@ -39,13 +39,13 @@ def pack(report: Report, traces: tuple[Trace, Trace], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="detdiff-pack-") as folder:
         root = Path(folder)
-        twin = _twin(traces)
+        twins = _twins(traces)
         for trace, name in zip(traces, "ab", strict=True):
             without_values(trace, root / name)
-            scenario = _scenario(trace, traces[0], twin)
+            scenario = _scenario(trace, traces[0], twins)
             (root / f"{name}.toml").write_text(scenario.to_toml(), encoding="utf-8")
-        if twin is not None:
-            shutil.copytree(twin, root / TWIN)
+        for key, twin in twins.items():
+            shutil.copytree(twin, root / key)
         runs = {
             name: {"environment": trace.header["environment"], "model": trace.model}
             for trace, name in zip(traces, "ab", strict=True)
@@ -55,7 +55,7 @@ def pack(report: Report, traces: tuple[Trace, Trace], path: Path) -> None:
         _write(root / "report.md", markdown(report))
         _write(root / "report.txt", report_text(report, width=_WIDTH))
         _write(root / "report.json", report_json_text(report))
-        _write(root / "README.md", _readme(report, traces, twin is not None))
+        _write(root / "README.md", _readme(report, traces, MODEL in twins))
         temporary = path.with_name(f".{path.name}.tmp")
         try:
             with zipfile.ZipFile(temporary, "w", zipfile.ZIP_DEFLATED) as made:
@@ -74,21 +74,25 @@ def _write(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8")
 
 
-def _twin(traces: tuple[Trace, Trace]) -> Path | None:
-    """The directory of the runs' model where it has no weights of its own, so that it may go along."""
-    models = {str(trace.scenario.get("model", "")) for trace in traces}
-    folder = Path(models.pop())
-    if models or not (folder / "config.json").is_file():
-        return None
-    files = [file for file in folder.rglob("*") if file.is_file()]
-    return None if any(file.suffix in _WEIGHTS for file in files) else folder
+def _twins(traces: tuple[Trace, Trace]) -> dict[str, Path]:
+    """The directories of the runs' models that have no weights of their own, so that they may go along, by the
+    scenario's key."""
+    found = {}
+    for key in (MODEL, "draft"):
+        named = {str(trace.scenario.get(key, "")) for trace in traces}
+        folder = Path(named.pop())
+        if named or not (folder / "config.json").is_file():
+            continue
+        if not any(file.suffix in _WEIGHTS for file in folder.rglob("*")):
+            found[key] = folder
+    return found
 
 
-def _scenario(trace: Trace, a: Trace, twin: Path | None) -> Scenario:
+def _scenario(trace: Trace, a: Trace, twins: Mapping[str, Path]) -> Scenario:
     """A run's scenario with paths that hold inside of the pack."""
     keys: dict[str, Any] = dict(trace.scenario)
-    if twin is not None:
-        keys["model"] = f"./{TWIN}"
+    for key in twins:
+        keys[key] = f"./{key}"
     if keys.get("force_tokens") == str(a.path):
         keys["force_tokens"] = "./a"
     return Scenario.from_dict(keys, where=f"the scenario of {trace.path}")

@@ -232,7 +232,7 @@ def _model(model: Mapping[str, Any]) -> str:
     parts += [
         f"{key} {escaped(str(model[key]))[:16]}"
         for key in ("model_type", "weights_sha256", "config_sha256", "tokenizer_sha256")
-        if key in model
+        if model.get(key) is not None
     ]
     return "model: " + ", ".join(parts)
 

@@ -35,13 +35,14 @@ class RecordOptions:
 
     ``observe`` forwards are run again without recording and their logits compared (0: no check); ``plants`` are
     faults to plant; ``progress`` is called after each generated token; ``values`` keeps the values of these positions
-    by request id, whatever the scenario's capture says.
+    by request id, whatever the scenario's capture says. A trace that is not ``durable`` is not synced to the disk.
     """
 
     observe: int = 4
     plants: tuple[Plant, ...] = ()
     progress: Progress | None = None
     values: Mapping[str, Collection[int]] | None = None
+    durable: bool = True
 
 
 def record(
@@ -66,7 +67,9 @@ def record(
     total = sum(w.max_tokens for w in work)
     seen = FirstLogits(_observed(scenario, options))
     started, clock = time.time(), time.perf_counter()
-    with TraceWriter(Path(path), _header(scenario, models, work, sessions)) as writer:
+    with TraceWriter(
+        Path(path), _header(scenario, models, work, sessions), durable=options.durable
+    ) as writer:
         recorder = Recorder(writer, sessions.target.sites, subject, sessions.sites.get(DRAFT))
         count = 0
 

@@ -78,6 +78,13 @@ def explain(
     return verdict if divergence.identical else replace(verdict, fragile=_fragile(case))
 
 
+def judge(case: Case, on_control: OnControl | None = None) -> Verdict:
+    """The verdict on a case by the controls that it can rest on, ended where the rules are sure: ``explain`` without what
+    only says more."""
+    facts = Facts(case.divergence, Recorded.of(case.a, case.b))
+    return decide(_run(case, facts, DECIDING, False, on_control))
+
+
 def _wanted(controls: Sequence[str] | None) -> tuple[str, ...]:
     unknown = [name for name in controls or () if name not in ORDER]
     if unknown:

@@ -29,16 +29,16 @@ _LOOKED_AT: Final = 1000
 """Further ones: those with the largest differences among what was captured for the others."""
 
 
-def oracle(case: Case) -> Control:
+def oracle(case: Case, at_most: int = AT_MOST) -> Control:
     """Judge the origins of a case on both sides, in units of the rounding bound of each side's path.
 
-    Result ``inside``, ``outside`` or ``not_run``. Costs one re-run of each side, which captures the values.
+    ``at_most`` origins, spread over all of them, are judged, and the largest beside them. Result ``inside``, ``outside`` or ``not_run``. Costs one re-run of each side, which captures the values.
     """
     started = time.perf_counter()
     born = origins(case.a, case.b)
     if not born:
         return _not_run("no operation was found whose inputs are equal and whose outputs are not", started)
-    chosen = sample(born)
+    chosen = sample(born, at_most)
     scores, forwards = Scores(len(born)), 0
     for each in chosen:
         if each.site.kind == "cache_read":

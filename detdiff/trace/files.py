@@ -135,12 +135,15 @@ def sync_directory(path: Path) -> None:
         os.close(handle)
 
 
-def replace_file(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
-    """Writes a file under a temporary name in its own directory, syncs it and renames it into place."""
+def replace_file(path: Path, chunks: Iterable[bytes | memoryview], *, durable: bool = True) -> None:
+    """Writes a file under a temporary name in its own directory, syncs it if it is to be ``durable``, and renames it
+    into place."""
     temporary = path.with_name(f".{path.name}.tmp")
     with open(temporary, "wb", buffering=1 << 20) as file:
         file.writelines(chunks)
         file.flush()
-        os.fsync(file.fileno())
+        if durable:
+            os.fsync(file.fileno())
     os.replace(temporary, path)
-    sync_directory(path.parent)
+    if durable:
+        sync_directory(path.parent)

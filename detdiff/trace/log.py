@@ -47,8 +47,9 @@ def encode_line(value: Any) -> bytes:
 class LogWriter:
     """Appends lines; ``flush`` is idempotent, so that an interrupted one can be done again."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, durable: bool = True) -> None:
         self.path = path
+        self._durable = durable
         self._written: tuple[int, int, list[bytes]] = (0, 0, [])
         # Exclusive, so that of two recordings into one directory only one goes on.
         path.touch(exist_ok=False)
@@ -58,7 +59,7 @@ class LogWriter:
         self._written[2].append(encode_line(value))
 
     def flush(self) -> None:
-        """Writes and syncs the pending lines; raises OSError."""
+        """Writes the pending lines, synced where they are to be durable; raises OSError."""
         size, crc, pending = self._written
         data = b"".join(pending)
         if not data:
@@ -68,7 +69,8 @@ class LogWriter:
             file.truncate()
             file.write(data)
             file.flush()
-            os.fsync(file.fileno())
+            if self._durable:
+                os.fsync(file.fileno())
         self._written = (size + len(data), zlib.crc32(data, crc), [])
 
     def entry(self) -> dict[str, Any]:

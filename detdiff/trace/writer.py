@@ -47,12 +47,14 @@ class TraceWriter:
         *,
         shard_bytes: int = 32 << 20,
         shard_forwards: int = 512,
+        durable: bool = True,
     ) -> None:
         """Makes the directory and an incomplete trace.json.
 
         ``header`` needs ``sites`` (Site or their JSON) and ``requests``; ``scenario``, ``model``,
         ``environment``, ``observer`` and ``notes`` are empty unless given. A shard is closed at
-        ``shard_bytes`` bytes or ``shard_forwards`` forwards. Raises TraceExists unless ``path`` is new or an
+        ``shard_bytes`` bytes or ``shard_forwards`` forwards. A trace that is not ``durable`` is not synced to the disk: one
+        that nobody needs after a power cut. Raises TraceExists unless ``path`` is new or an
         empty directory, TraceWriteError, and TraceHeaderError, SiteListError or RequestListError for a bad
         header.
         """
@@ -62,6 +64,7 @@ class TraceWriter:
         ports = ports_of(parse_sites(self._header))
         self._limits = Limits(len(self._header["requests"]), 0, len(ports))
         self._shard_bytes, self._shard_forwards = shard_bytes, shard_forwards
+        self._durable = durable
         self._tables: dict[tuple[int, ...], int] = {}
         self._plans: dict[bytes, int] = {}
         self._reach: list[int] = []
@@ -80,13 +83,13 @@ class TraceWriter:
                 )
             self.path.mkdir(parents=True, exist_ok=True)
             try:
-                self._forward_log = LogWriter(self.path / FORWARDS)
+                self._forward_log = LogWriter(self.path / FORWARDS, durable=durable)
             except FileExistsError:
                 raise TraceExists(
                     f"{self.path} has become a trace at this moment: another recording writes there. Choose another path."
                 ) from None
-            self._text_log = LogWriter(self.path / TEXTS)
-            replace_file(self.path / HEADER, [encode(self._header)])
+            self._text_log = LogWriter(self.path / TEXTS, durable=durable)
+            replace_file(self.path / HEADER, [encode(self._header)], durable=durable)
 
     def plan(self, calls: Sequence[Mapping[str, Any]]) -> int:
         """The number of the plan with these calls, for a forward's ``plan``; logs it when it is new.
@@ -194,7 +197,7 @@ class TraceWriter:
         header["logs"] = [self._forward_log.entry(), self._text_log.entry()]
         header["shards"] = [self._shards[index] for index in range(len(self._shards))]
         with self._failing(self.path / HEADER):
-            replace_file(self.path / HEADER, [encode(header)])
+            replace_file(self.path / HEADER, [encode(header)], durable=self._durable)
         self._state = "finished"
 
     def abort(self) -> None:
@@ -250,7 +253,7 @@ class TraceWriter:
                 yield chunk
 
         with self._failing(path):
-            replace_file(path, counted())
+            replace_file(path, counted(), durable=self._durable)
         # An interrupt anywhere above leads to the same shard being written again, never to rows stored twice.
         self._shards[buffer.index] = {"name": path.name, "bytes": size, "crc32": crc}
         self._buffer = Buffer(buffer.index + 1)

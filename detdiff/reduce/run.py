@@ -1,0 +1,185 @@
+"""reduce: two runs in, the smallest pair of scenarios that still parts in the same way out."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from detdiff.engine.environment import environment
+from detdiff.engine.serve import Models
+from detdiff.errors import NothingToReduce, ReductionError
+from detdiff.model import LoadedModel, encode
+from detdiff.model_directory import RANDOM
+from detdiff.scenario import Scenario
+from detdiff.trace import Trace
+from detdiff.twin import layers_of
+
+from .answer import Answer
+from .candidate import Candidate
+from .folder import Folder
+from .reduction import Reduction, Step, Wishes
+from .search import Search
+from .settings import dropped, plain
+from .trials import Progress, Trials
+
+Run = Trace | Scenario | Path | str
+OnStep = Callable[[Step], None]
+_SAME_MACHINE = ("detdiff", "mlx", "mlx_lm", "chip", "device")
+"""What of the environment answers depend on."""
+
+
+def reduce(
+    a: Run,
+    b: Run,
+    *,
+    folder: Path | str,
+    loaded: LoadedModel | None = None,
+    draft: LoadedModel | None = None,
+    budget: int | None = None,
+    progress: Progress | None = None,
+    on_step: OnStep | None = None,
+    wishes: Wishes | None = None,
+) -> Reduction:
+    """The smallest pair of scenarios whose runs part as those of ``a`` and ``b`` do: the same verdict, the same rung, the
+    same site of the first origin on the same kernel paths, the same finding of the bookkeeping.
+
+    ``a`` and ``b`` are traces, scenarios, or paths of either; a trace is run again from its scenario. ``folder`` is new, or
+    one in which the same reduction was interrupted: it then goes on without running any pair twice, and ends in the same
+    pair. ``loaded`` and ``draft`` are used in every run. At most ``budget`` pairs are run, those of interrupted runs
+    included. ``progress`` is called with tokens so far and at most of each run, ``on_step`` with each step that was not in
+    the folder yet.
+
+    Raises NothingToReduce where the runs do not part, ReductionOfAnotherCase and ReductionFolderUnusable, and what reading,
+    loading and running raise. An interrupt leaves the folder as it was after the last step.
+    """
+    wishes = wishes or Wishes()
+    runs = [_opened(run) for run in (a, b)]
+    scenarios = [_scenario(run) for run in runs]
+    models = _models(scenarios, loaded, draft)
+    plain_ = [_plain(run, asked, models) for run, asked in zip(runs, scenarios, strict=True)]
+    start = Candidate(plain_[0], plain_[1])
+    kept = Folder(folder, _case(start, models, wishes))
+    with tempfile.TemporaryDirectory(prefix="detdiff-reduce-") as scratch:
+        trials = Trials(kept, models, Path(scratch), budget, progress)
+        steps: list[Step] = []
+
+        def step(said: str, pair: Candidate, answer: Answer) -> None:
+            made = _step(len(steps), said, pair, answer)
+            steps.append(made)
+            if kept.step(made, pair, trials.write_twins) and on_step is not None:
+                on_step(made)
+
+        try:
+            search = _started(trials, start, step, wishes)
+            search.run(_layers(models.target, start, wishes))
+            verdict = trials.explained(search.now)
+        finally:
+            kept.write_pair()
+        return Reduction(
+            scenario_a=Scenario.from_toml(kept.path / "a.toml"),
+            scenario_b=Scenario.from_toml(kept.path / "b.toml"),
+            verdict=verdict,
+            rows_before=steps[0].rows,
+            rows_after=steps[-1].rows,
+            steps=tuple(steps),
+            tried=trials.tried,
+            dropped=dropped(start, search.now),
+            twin=search.now.twin is not None,
+            finished=search.finished,
+            folder=kept.path,
+        )
+
+
+def _started(trials: Trials, start: Candidate, step: Any, wishes: Wishes) -> Search:
+    search = Search(trials, start, step, flip=wishes.keep_flip)
+    if search.original is None:
+        raise NothingToReduce(
+            f"There is nothing to reduce: {search.answer.why or 'the two runs do not part'}, each recorded anew on this machine. "
+            "Expected two runs that part; `detdiff compare` shows what was compared."
+        )
+    if wishes.keep_flip and not search.original.flip:
+        raise NothingToReduce(
+            "There is no flip to keep: the two runs part in bits, and every token is equal. Reduce them without keeping a flip, or "
+            "let them generate more tokens."
+        )
+    return search
+
+
+def _opened(run: Run) -> Trace | Scenario:
+    if isinstance(run, Trace | Scenario):
+        return run
+    path = Path(run)
+    return Trace.open(path, checked=True) if path.is_dir() else Scenario.from_toml(path)
+
+
+def _scenario(run: Trace | Scenario) -> Scenario:
+    if isinstance(run, Scenario):
+        return run
+    return Scenario.from_dict(run.scenario, where=f"the scenario of {run.path}")
+
+
+def _models(scenarios: list[Scenario], loaded: LoadedModel | None, draft: LoadedModel | None) -> Models:
+    names = {scenario.model for scenario in scenarios}
+    if loaded is None and len(names) > 1:
+        raise ReductionError(
+            f"The two sides name the models {' and '.join(map(repr, sorted(names)))}; expected one, as every smaller pair is run on "
+            "it. Give both sides the same model."
+        )
+    speculative = next((each for each in scenarios if each.speculation is not None), scenarios[0])
+    return Models.of(speculative, loaded, draft)
+
+
+def _plain(run: Trace | Scenario, asked: Scenario, models: Models) -> Scenario:
+    if isinstance(run, Trace):
+        return plain(asked, {each["id"]: each["tokens"] for each in run.requests})
+    tokens = {
+        each.id: each.tokens
+        if each.tokens is not None
+        else tuple(encode(models.target, each.prompt or "", each.chat))
+        for each in asked.requests
+    }
+    return plain(asked, tokens)
+
+
+def _case(start: Candidate, models: Models, wishes: Wishes) -> dict[str, Any]:
+    here = environment()
+    return {
+        "pair": start.key,
+        "model": _hash(models.target.identity),
+        "draft": None if models.draft is None else _hash(models.draft.identity),
+        "wishes": vars(wishes),
+        "environment": {name: here[name] for name in _SAME_MACHINE},
+    }
+
+
+def _hash(identity: Any) -> str:
+    text = json.dumps(dict(identity), sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _layers(model: LoadedModel, start: Candidate, wishes: Wishes) -> int | None:
+    """The model's layers, where twins may stand for it and can be made."""
+    if wishes.twin is False or RANDOM in model.config or start.a.force_tokens or start.b.force_tokens:
+        return None
+    if wishes.twin is None and start.a.model == "builtin":
+        return None
+    known = (model.path / "config.json").is_file()
+    return layers_of(model.config) if known and model.config else None
+
+
+def _step(number: int, said: str, pair: Candidate, answer: Answer) -> Step:
+    limits = [request.max_tokens for request in pair.a.requests]
+    return Step(
+        number=number,
+        said=said,
+        rows=answer.rows,
+        requests=len(pair.a.requests),
+        prompt_tokens=sum(len(request.tokens or ()) for request in pair.a.requests),
+        max_tokens=sum(limits),
+        layers=None if pair.twin is None else pair.twin.layers,
+        key=pair.key,
+    )
