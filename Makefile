@@ -1,7 +1,8 @@
 # Everything is built on `venv`: a fresh clone needs python3 (3.11 or newer) and make, nothing else.
 #
 #   make demo    the built-in model, serial against continuous: where do they part?
-#   make test    all tests, real weights included (fetched once, kept in ~/.cache/detdiff)
+#   make test    all tests, real weights included (fetched once, kept in ~/.cache/detdiff); those of torch models are
+#                skipped, unless EXTRAS=dev,gguf,torch installs torch too (on Linux, several GB)
 #   make check   lint, format, types, all tests
 #   make bench   the measurements of docs/performance.md
 #   make clean   removes what the above made, the environment included
@@ -9,7 +10,10 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/installed
+EXTRAS ?= dev,gguf
+CONSTRAINTS ?=
+COMMA := ,
+STAMP := $(VENV)/installed-$(subst $(COMMA),-,$(EXTRAS))
 JOBS ?= $(shell getconf _NPROCESSORS_ONLN)
 
 .PHONY: venv demo test lint types check bench clean
@@ -22,7 +26,7 @@ $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit("detdiff needs Python 3.11 or newer and $(PYTHON) is %d.%d. Name another one: make PYTHON=python3.12 venv" % v[:2])'
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo '$(PYTHON) cannot make virtual environments: on Debian and Ubuntu, install the package python3-venv.' >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,gguf]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS)) --editable '.[$(EXTRAS)]'
 	@touch $@
 
 demo: venv

@@ -367,19 +367,22 @@ def report(files: tuple[Path, ...], why: bool, budget: int | None, **options: An
     Example: detdiff report traces/a traces/b --html report.html --markdown report.md
     """
     from detdiff.commands import report as reports
+    from detdiff.commands.outputs import Wanted, check
 
     if len(files) > 2:
         raise click.UsageError(f"report takes two files at most, and there are {len(files)}.")
     formats = ("html", "markdown", "json", "plots", "pack")
-    wanted = reports.Wanted(**{name: options[name] for name in formats})
-    asked = _asked(files, options)
+    wanted = Wanted(**{name: options[name] for name in formats})
+    asked = reports.kept_pair(_asked(files, options))
+    kept = () if asked.keep is None else (asked.keep / "a", asked.keep / "b")
+    how_far = reports.Why(options["replay"], why, budget)
     if reports.is_folder(asked):
         from detdiff.commands.report_folder import gathered
 
-        for line in gathered(asked.files[0], wanted, _width()):
+        for line in gathered(asked, how_far, wanted, _width()):
             click.echo(line)
         return
-    how_far = reports.Why(options["replay"], why, budget)
+    check(wanted, (*asked.files, *kept))
     with reports.reported(asked, how_far, _progress) as made:
         written = reports.write(made, wanted)
         if ctx_json():

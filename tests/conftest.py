@@ -17,4 +17,4 @@ settings.register_profile("local", deadline=None, print_blob=True)
 settings.register_profile("ci", deadline=None, print_blob=True, derandomize=True, database=None)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
 
-pytest_plugins = ["plugins.real_models"]
+pytest_plugins = ["plugins.real_models", "pytester"]

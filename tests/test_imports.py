@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-HEAVY = {"mlx", "mlx_lm", "numba", "tokenizers", "transformers"}
+HEAVY = {"mlx", "mlx_lm", "numba", "tokenizers", "torch", "transformers"}
 
 
 def python(program: str) -> str:

@@ -59,8 +59,10 @@ class Asked:
             )
         elif not own and (self.array is not None or self.k is not None):
             problem = "--array and --shape are for a function of your own; leave them out"
-        elif self.model is not None and self.on in ("numpy", "torch"):
-            problem = f"a model's sites run on MLX; leave --on {self.on} out, or name a profile or a kernel"
+        elif self.model is not None and self.on == "numpy":
+            problem = (
+                "a model's sites run on MLX or torch; leave --on numpy out, or name a profile or a kernel"
+            )
         if problem is not None:
             raise CommandError(f"These options do not go together: {problem}.")
 
@@ -86,22 +88,38 @@ def answer(asked: Asked, progress: Progress) -> Probe | list[Swept]:
 def _answer(asked: Asked, progress: Progress) -> Probe | list[Swept]:
     if asked.model is None or asked.site is not None:
         return _run(_target(asked), asked, progress, "probe")
-    from detdiff.model import load
-    from detdiff.probe.sites import shapes_of
-
-    found = shapes_of(load(asked.model), asked.on or "native", asked.layout)
+    found = list(_shapes(asked, asked.model))
     return [
-        Swept(
-            str(one.shape),
-            one.op,
-            one.sites,
-            _run(one.first, asked, progress, f"probe {place + 1}/{len(found)}"),
-        )
-        for place, one in enumerate(found)
+        Swept(shape, op, sites, _run(first, asked, progress, f"probe {place + 1}/{len(found)}"))
+        for place, (shape, op, sites, first) in enumerate(found)
     ]
 
 
+def _shapes(asked: Asked, model: str) -> Iterator[tuple[str, str, tuple[str, ...], Target]]:
+    """Each linear shape of a model: as text, its operation, its sites, and what stands for them."""
+    if asked.on == "torch":
+        from detdiff.model import locate
+        from detdiff.probe.torch_sites import load_torch, torch_shapes
+
+        found = load_torch(locate(model))
+        head = found.get_output_embeddings()
+        for shape in torch_shapes(found, name=model):
+            yield shape.shape, "head" if shape.module is head else "linear", shape.sites, shape
+        return
+    from detdiff.model import load
+    from detdiff.probe.sites import shapes_of
+
+    for one in shapes_of(load(model), asked.on or "native", asked.layout):
+        yield str(one.shape), one.op, one.sites, one.first
+
+
 def _target(asked: Asked) -> Target:
+    if asked.target is None and asked.on == "torch":
+        from detdiff.model import locate
+        from detdiff.probe.torch_sites import load_torch, torch_site
+
+        assert asked.model is not None and asked.site is not None
+        return torch_site(load_torch(locate(asked.model)), asked.site, asked.model)
     if asked.target is None:
         from detdiff.model import load
         from detdiff.probe.sites import find_site

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import os
+import codecs
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from detdiff.commands.outputs import STDOUT, Wanted, check, put
 from detdiff.commands.sides import Asked, Progress, Side, named, recorded, sides
 from detdiff.compare import compare, series
-from detdiff.errors import CommandError, TraceError
+from detdiff.errors import CommandError, Interrupted, TraceError
 from detdiff.report.content import Report, build
 from detdiff.report.saved import Saved, read_saved
 from detdiff.trace import Trace
@@ -22,23 +23,6 @@ if TYPE_CHECKING:
     from detdiff.compare import Divergence
 
 Pair = tuple[Trace, Trace]
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """Where each format goes; ``json`` may be ``-``, the standard output. ``plots`` is a directory, ``pack`` a zip file."""
-
-    html: Path | None = None
-    markdown: Path | None = None
-    json: Path | None = None
-    plots: Path | None = None
-    pack: Path | None = None
-
-    @property
-    def files(self) -> tuple[Path, ...]:
-        """All of them that are paths."""
-        found = (self.html, self.markdown, self.json, self.plots, self.pack)
-        return tuple(path for path in found if path is not None and str(path) != "-")
 
 
 @dataclass(frozen=True)
@@ -66,10 +50,12 @@ def reported(asked: Asked, why: Why, progress: Progress) -> Iterator[Made]:
     Raises CommandError for arguments that do not go together, AnswerError for a file that holds no answer, and what
     reading, recording and running raise.
     """
-    if _saved(asked):
-        path = asked.files[0]
-        _check_saved(asked, why)
-        yield opened_answer(read_saved(path), f"detdiff report {shlex.quote(str(path))}")
+    _check_budget(why)
+    answers = [path for path in asked.files if _is_answer(path)]
+    if answers:
+        _check_saved(asked, why, answers[0])
+        found_again = read_saved(answers[0]), f"detdiff report {shlex.quote(str(answers[0]))}"
+        yield opened_answer(*found_again, partial=asked.partial)
         return
     found = sides(replace(asked, replay=asked.replay or why.replay or why.explain))
     with ExitStack() as stack:
@@ -81,6 +67,8 @@ def reported(asked: Asked, why: Why, progress: Progress) -> Iterator[Made]:
             with Bars(progress) as bars:
                 verdict = verdict_on(traces, found, asked, loaded, bars, budget=why.budget)
             divergence = verdict.divergence
+            if why.replay and divergence is not None:
+                divergence = _divergence(traces, found, asked, why, progress)
         else:
             verdict = None
             traces = stack.enter_context(recorded(found, asked.keep, progress))
@@ -102,31 +90,57 @@ def _divergence(
     return named(answer, found, asked.keep)
 
 
-def _saved(asked: Asked) -> bool:
-    return len(asked.files) == 1 and asked.files[0].suffix == ".json" and asked.files[0].is_file()
+def _is_answer(path: Path) -> bool:
+    """Whether a file is meant to be a saved answer: by its name, or by how it begins, as no scenario does."""
+    if not path.is_file():
+        return False
+    if path.suffix == ".json":
+        return True
+    with path.open("rb") as file:
+        return file.read(64).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"{")
 
 
-def _check_saved(asked: Asked, why: Why) -> None:
-    if why.replay or why.explain or asked.a or asked.b or asked.both.strip() or asked.prompts or asked.model:
+def _check_budget(why: Why) -> None:
+    if why.budget is not None and not why.explain:
         raise CommandError(
-            f"{asked.files[0]} holds an answer, which is reported as it is, and the other options say what to run. Leave them "
+            f"--budget {why.budget} says how many re-runs the controls may take, and only --explain runs any. Add --explain, "
+            "or leave --budget out."
+        )
+
+
+def _check_saved(asked: Asked, why: Why, answer: Path) -> None:
+    if len(asked.files) > 1:
+        raise CommandError(
+            f"{answer} holds an answer, which is of two sides already, and there is another file beside it. Name the answer alone, "
+            "or two traces or scenarios."
+        )
+    if how_to_run(asked, why):
+        raise CommandError(
+            f"{answer} holds an answer, which is reported as it is, and the other options say what to run. Leave them "
             "out, or name the two traces or scenarios in its place."
         )
 
 
-def opened_answer(saved: Saved, told: str) -> Made:
-    """The report of a saved answer; pictures are drawn where it holds them or its traces are still there."""
+def how_to_run(asked: Asked, why: Why) -> bool:
+    """Whether anything says what to run, or how."""
+    run = asked.a or asked.b or asked.both.strip() or asked.prompts or asked.model or asked.keep
+    return bool(run) or why.replay or why.explain or why.budget is not None
+
+
+def opened_answer(saved: Saved, told: str, *, partial: bool = False) -> Made:
+    """The report of a saved answer; pictures are drawn where it holds them or its traces are still there. ``partial`` reads
+    what is left of damaged ones."""
     divergence, verdict, drawn = saved.divergence, saved.verdict, saved.series
-    traces = None if divergence is None else _still_there(divergence)
+    traces = None if divergence is None else _still_there(divergence, partial)
     if drawn is None and divergence is not None and traces is not None:
         drawn = series(*traces, divergence)
     return Made(build(divergence, verdict, drawn, saved.command or told), traces)
 
 
-def _still_there(divergence: Divergence) -> Pair | None:
+def _still_there(divergence: Divergence, partial: bool) -> Pair | None:
     """The traces that an answer names, if they are the ones that it is about."""
     try:
-        a, b = (Trace.open(run.trace) for run in (divergence.a, divergence.b))
+        a, b = (Trace.open(run.trace, partial=partial) for run in (divergence.a, divergence.b))
     except (TraceError, OSError, ValueError):
         return None
     same = all(
@@ -141,6 +155,8 @@ def _still_there(divergence: Divergence) -> Pair | None:
 def command(asked: Asked, found: Sequence[Side]) -> str:
     """The command line that runs both sides again and says why they part."""
     words = ["detdiff", "explain", *(str(path) for path in asked.files)]
+    if asked.partial:
+        words.append("--partial")
     if asked.model is not None:
         words += ["--model", asked.model]
     for prompt in asked.prompts:
@@ -154,49 +170,70 @@ def command(asked: Asked, found: Sequence[Side]) -> str:
 
 
 def write(made: Made, wanted: Wanted) -> list[Path]:
-    """Write what is wanted, and say which files there are now. Raises CommandError and OSError."""
-    from detdiff.report.markdown import markdown
-    from detdiff.report.report_json import report_json_text
-
-    written = []
-    if wanted.html is not None:
-        from detdiff.report.html import html
-
-        written.append(put(wanted.html, html(made.report)))
-    if wanted.markdown is not None:
-        written.append(put(wanted.markdown, markdown(made.report)))
-    if wanted.json is not None and str(wanted.json) != "-":
-        written.append(put(wanted.json, report_json_text(made.report)))
-    if wanted.plots is not None:
-        from detdiff.report.plot import plots
-
-        drawn = plots(made.report)
-        if not drawn:
-            raise CommandError(
-                f"There is nothing to draw into {wanted.plots}: pictures come from the two traces, and they are not at hand, or "
-                "nothing of them can be compared. Name the traces themselves."
-            )
-        written += [put(wanted.plots / name, svg) for name, svg in drawn.items()]
-    if wanted.pack is not None:
-        from detdiff.commands.pack import pack
-
-        if made.traces is None:
-            raise CommandError(
-                f"{wanted.pack} would hold both traces, and those that the answer is about are not where it says. Name the "
-                "two traces or scenarios themselves."
-            )
-        pack(made.report, made.traces, wanted.pack)
-        written.append(wanted.pack)
+    """Write what is wanted, and say which files there are now. Raises CommandError, Interrupted and OSError."""
+    if made.traces is not None:
+        # A saved answer says only now which traces it is drawn from.
+        check(wanted, [trace.path for trace in made.traces])
+    drawn = {} if wanted.plots is None else _drawn(made, wanted.plots)
+    if wanted.pack is not None and made.traces is None:
+        raise CommandError(
+            f"{wanted.pack} would hold both traces, and those that the answer is about are not where it says. Name the "
+            "two traces or scenarios themselves."
+        )
+    written: list[Path] = []
+    try:
+        for path in _each(made, wanted, drawn):
+            written.append(path)
+    except KeyboardInterrupt:
+        raise Interrupted(f"Interrupted; {_said(written)} written.") from None
     return written
 
 
-def put(path: Path, text: str) -> Path:
-    """Write a file whole or not at all, so that a page open in a browser is never half of one. Raises OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
-    return path
+def _said(written: Sequence[Path]) -> str:
+    return f"{', '.join(map(str, written))} and no more was" if written else "nothing was"
+
+
+def _each(made: Made, wanted: Wanted, drawn: Mapping[str, str]) -> Iterator[Path]:
+    """Writes one file after the other, and gives each when it is there."""
+    from detdiff.report.markdown import markdown
+    from detdiff.report.report_json import report_json_text
+
+    if wanted.html is not None:
+        from detdiff.report.html import html
+
+        yield put(wanted.html, html(made.report))
+    if wanted.markdown is not None:
+        yield put(wanted.markdown, markdown(made.report))
+    if wanted.json is not None and str(wanted.json) != STDOUT:
+        yield put(wanted.json, report_json_text(made.report))
+    if wanted.plots is not None:
+        yield from (put(wanted.plots / name, svg) for name, svg in drawn.items())
+    if wanted.pack is not None and made.traces is not None:
+        from detdiff.commands.pack import pack
+
+        pack(made.report, made.traces, wanted.pack)
+        yield wanted.pack
+
+
+def _drawn(made: Made, folder: Path) -> dict[str, str]:
+    from detdiff.report.plot import plots
+
+    drawn = plots(made.report)
+    if not drawn:
+        raise CommandError(
+            f"There is nothing to draw into {folder}: pictures come from the two traces, and they are not at hand, or "
+            "nothing of them can be compared. Name the traces themselves."
+        )
+    return drawn
+
+
+def kept_pair(asked: Asked) -> Asked:
+    """A single directory with the traces a and b, as --keep makes it, is those two."""
+    if len(asked.files) == 1:
+        pair = tuple(asked.files[0] / side for side in "ab")
+        if not (asked.files[0] / HEADER).exists() and all((path / HEADER).is_file() for path in pair):
+            return replace(asked, files=pair)
+    return asked
 
 
 def is_folder(asked: Asked) -> bool:

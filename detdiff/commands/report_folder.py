@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from detdiff.commands.report import Made, Wanted, opened_answer, put, write
+from detdiff.commands.outputs import Wanted, check, put
+from detdiff.commands.report import Made, Why, how_to_run, opened_answer, write
+from detdiff.commands.sides import Asked
 from detdiff.compare import compare, series
 from detdiff.errors import CommandError, DetdiffError
 from detdiff.report.content import build
@@ -15,22 +17,33 @@ from detdiff.trace import Trace
 from detdiff.trace.header import HEADER
 
 
-def gathered(folder: Path, wanted: Wanted, width: int) -> Iterator[str]:
+def gathered(asked: Asked, why: Why, wanted: Wanted, width: int) -> list[str]:
     """Write an index at ``wanted.html`` with a page for each comparison beside it, and say in lines what there is.
 
-    Raises CommandError where the folder holds no comparison, or for a format that has no index; what cannot be read is a
-    line of its own.
+    Raises CommandError where the folder holds no comparison, or for options that are of one comparison; what cannot be read
+    is a line of its own.
     """
-    if wanted.files and wanted.files != (wanted.html,):
+    folder = asked.files[0]
+    if any(option != "--html" for option, _ in wanted.named):
         raise CommandError(
             f"{folder} is a folder of comparisons, which --html gathers under an index; the other formats are of one comparison. "
             "Name that one, or leave the other formats out."
         )
+    if how_to_run(asked, why):
+        raise CommandError(
+            f"{folder} is a folder of comparisons, which are gathered as they are, and the other options say what to run. Leave "
+            "them out, or name the two traces or scenarios in its place."
+        )
+    found = list(_found(folder, wanted.html))
+    inputs = [
+        each for _, path in found for each in ([path] if path.is_file() else [path / side for side in "ab"])
+    ]
+    check(wanted, inputs)
     entries, refused = [], []
-    for name, path in _found(folder):
+    for name, path in found:
         try:
-            made = _made(path)
-        except DetdiffError as error:
+            made = _made(path, asked.partial)
+        except (DetdiffError, OSError) as error:
             refused.append(f"{path}: {error}")
             continue
         page = None if wanted.html is None else f"{name}.html"
@@ -38,34 +51,41 @@ def gathered(folder: Path, wanted: Wanted, width: int) -> Iterator[str]:
             write(made, Wanted(html=wanted.html.with_name(page)))
         entries.append(Entry.of(name, made.report, page))
     if not entries:
-        why = f" {refused[0]}" if refused else ""
         raise CommandError(
             f"{folder} is no trace and holds no comparison; expected answers that were written with --json, or directories "
-            f"with the traces a and b, as --keep makes them.{why}"
+            f"with the traces a and b, as --keep makes them.{_refused(refused)}"
         )
-    yield index_text(entries, width=width).rstrip("\n")
-    yield from (f"not read: {line}" for line in refused)
+    lines = [index_text(entries, width=width).rstrip("\n"), *(f"not read: {line}" for line in refused)]
     if wanted.html is not None:
-        put(wanted.html, index_html(entries))
-        yield f"  {wanted.html}"
+        lines.append(f"  {put(wanted.html, index_html(entries))}")
+    return lines
 
 
-def _found(folder: Path) -> Iterator[tuple[str, Path]]:
-    """Each comparison's page name and where it is: a file of JSON, or a directory with two traces."""
-    taken = {"index"}
+def _refused(refused: Sequence[str]) -> str:
+    if not refused:
+        return ""
+    more = f" ({len(refused) - 1} more could not be read.)" if len(refused) > 1 else ""
+    return f" {refused[0]}{more}"
+
+
+def _found(folder: Path, index: Path | None) -> Iterator[tuple[str, Path]]:
+    """Each comparison's page name and where it is: a file of JSON, or a directory with two traces. No page has the name of
+    the index."""
+    taken = {"index" if index is None else index.stem.lower()}
     for path in sorted(folder.iterdir()):
         answer = path.is_file() and path.suffix == ".json"
         if answer or all((path / side / HEADER).is_file() for side in "ab"):
-            name, number = path.stem if answer else path.name, 2
+            stem = path.stem if answer else path.name
+            name, number = stem, 2
             while name.lower() in taken:
-                name, number = f"{path.stem}-{number}", number + 1
+                name, number = f"{stem}-{number}", number + 1
             taken.add(name.lower())
             yield name, path
 
 
-def _made(path: Path) -> Made:
+def _made(path: Path, partial: bool) -> Made:
     if path.is_file():
-        return opened_answer(read_saved(path), "")
-    a, b = (Trace.open(path / side, checked=True) for side in "ab")
+        return opened_answer(read_saved(path), "", partial=partial)
+    a, b = (Trace.open(path / side, partial=partial, checked=True) for side in "ab")
     divergence = compare(a, b)
     return Made(build(divergence, None, series(a, b, divergence)), (a, b))

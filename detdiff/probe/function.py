@@ -61,8 +61,8 @@ class Function:
         except Exception as error:
             raise ProbeFunctionFailed(
                 f"{self.name} raised {type(error).__name__} ({_words(error)}) when it was given a {self.array} array of "
-                f"{x.dtype} and shape {tuple(x.shape)}. It must take any number of rows; correct the function, or say with "
-                "--shape how wide its rows are and with --array which arrays it takes."
+                f"{x.dtype} and shape {tuple(x.shape)}. It must take any number of rows; correct the function, or say how wide "
+                "its rows are (--shape, shapes=) and which arrays it takes (--array, array=)."
             ) from error
 
     def _reference(self) -> Callable[[Float64], Exact] | None:

@@ -166,11 +166,25 @@ def _notes(found: Probe) -> Iterator[str]:
         yield (
             "Times are those of reference kernels on this machine's CPU; of the real kernels they say nothing."
         )
+    if found.on == "torch":
+        yield torch_note()
     if found.errors is None:
         yield (
             "No float64 answer is known for this operation, so no error is given; a function can bring one as its "
             "attribute reference."
         )
+
+
+def torch_note() -> str:
+    """What torch's kernels depend on besides M."""
+    import importlib
+
+    torch = importlib.import_module("torch")
+    threads = torch.get_num_threads()
+    return (
+        f"torch {torch.__version__} with {threads} thread{'' if threads == 1 else 's'}; with another number of threads its "
+        "kernels may change at other M."
+    )
 
 
 def _environment() -> dict[str, Any]:

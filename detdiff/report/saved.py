@@ -49,7 +49,7 @@ class Saved:
 def read_saved(path: Path) -> Saved:
     """A saved comparison, verdict or report. Raises AnswerError for a file that holds none, and OSError."""
     try:
-        answer = json.loads(path.read_text(encoding="utf-8"))
+        answer = json.loads(path.read_text(encoding="utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise AnswerError(
             f"{path} is not JSON ({error}); expected what `compare`, `explain` or `report` wrote with --json. Save the answer "

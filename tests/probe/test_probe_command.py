@@ -218,7 +218,7 @@ def test_a_module_that_cannot_be_imported_is_one_paragraph(operations: str, endi
         (("linear:512,8,float32", "--on", "mlx-metal/qmv"), "cannot run this operation"),
         (("linear:64,8,float32", "--on", "candle-metl"), "did you mean candle-metal"),
         (("--model", "builtin", "--site", "layers.0.mlp.down"), "layers.0.mlp.down_proj"),
-        (("--model", "builtin", "--on", "numpy"), "a model's sites run on MLX"),
+        (("--model", "builtin", "--on", "numpy"), "a model's sites run on MLX or torch"),
         (("--model", "builtin", "--site", "norm", "--on", "candle-metal"), "is a norm"),
         (("--model", "./nowhere"), "nowhere"),
     ],

@@ -1,0 +1,280 @@
+"""The fixture's object: what a test calls, and what the plugin calls for a test that only has a marker."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any, Final
+
+from detdiff.errors import CheckSettingInvalid, CheckSubjectInvalid, DetdiffError
+from detdiff.scenario import KernelPlan
+from detdiff.scenario_flags import nearest
+
+from .asked import Asked, Defaults
+from .compositions import Composition, compositions
+from .failure import Failure, failure_text
+from .kept import Keeper
+from .outcome import NotChecked, NotInvariant
+from .tally import Tally
+
+if TYPE_CHECKING:
+    from .base import Recorded
+    from .op import OpCheck
+    from .subject import Subjects
+
+_OP: Final = ("shapes", "rows", "dtype", "seeds", "array")
+"""What a marker may say of an op."""
+
+
+@dataclass
+class Test:
+    """The test that runs: its file, what its markers say, and the composition that it was parametrised with.
+
+    ``module`` is the file as pytest names it, relative to its root directory, and ``name`` the rest of the test's id without
+    that composition.
+    """
+
+    __test__ = False
+
+    file: Path
+    module: str
+    name: str
+    marked: Mapping[str, Any] = field(default_factory=dict)
+    composition: Composition | None = None
+    checks: int = 0
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What a check that passed has compared: ``rows`` down to their bits at ``sites``, and generated ``tokens``.
+
+    An engine's rows and sites are 0: only what it gave was compared.
+    """
+
+    compositions: tuple[str, ...]
+    rows: int
+    sites: int
+    tokens: int
+    seconds: float
+
+
+class BatchInvariance:
+    """Asserts that a request's answer does not depend on who is in its batch.
+
+    One for a session: models are loaded once, and the run of each request alone is recorded once for all compositions.
+    """
+
+    def __init__(self, defaults: Defaults) -> None:
+        self._defaults = defaults
+        self._test: Test | None = None
+        self._keeper: Keeper | None = None
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._shared: tuple[Subjects, Recorded] | None = None
+        self.tally = Tally()
+
+    def check(
+        self,
+        model: Any = None,
+        prompts: Sequence[Any] | str | None = None,
+        *,
+        schedules: str | Sequence[str] | None = None,
+        layouts: str | Sequence[str] | None = None,
+        kernels: str | KernelPlan | None = None,
+        max_tokens: int | None = None,
+        seeds: int | Sequence[int] | None = None,
+        level: str | None = None,
+        **settings: Any,
+    ) -> Checked:
+        """Each prompt alone against the same prompts in every schedule and layout.
+
+        ``model`` is a path, hub id or ``"builtin"``, a LoadedModel, what ``mlx_lm.load`` gives, or an engine (see
+        ``detdiff.check.engine``). ``prompts`` are texts or lists of token ids. ``schedules`` are written as ``static:2``,
+        ``continuous:4`` or ``serial``, with scenario keys after a space; ``layouts`` are ``padded`` and ``packed``. Each of
+        ``seeds`` draws other neighbours and arrivals. ``level`` is ``exact``, ``tokens``, ``bounded`` or ``golden``;
+        ``settings`` are further scenario keys, and ``explain=True`` asks for a verdict on each failure. What is not given
+        comes from the test's marker, the command line, the ini file, or has a default.
+
+        Raises NotInvariant, whose text is the report, and NotChecked where something that was asked for was not compared.
+        """
+        given = {
+            "model": model, "prompts": prompts, "schedules": schedules, "layouts": layouts, "kernels": kernels,
+            "max_tokens": max_tokens, "seeds": seeds, "level": level, **settings,
+        }  # fmt: skip
+        test = self._current()
+        test.checks += 1
+        try:
+            return self._check(test, given)
+        except DetdiffError as error:
+            raise NotChecked(str(error)) from None
+
+    def check_op(
+        self,
+        fn: Callable[..., Any],
+        *,
+        shapes: int | Iterable[int | Sequence[int]] | None = None,
+        rows: str | Iterable[int] | None = None,
+        dtype: str | None = None,
+        seeds: int | None = None,
+        array: str | None = None,
+    ) -> OpCheck:
+        """A function of rows: each row alone against the same row among others; see ``detdiff.check.op.check_op``.
+
+        Raises NotInvariant, and NotChecked where nothing was compared.
+        """
+        from .op import RowsDiffer, check_op
+
+        given: dict[str, Any] = {
+            "shapes": shapes,
+            "rows": rows,
+            "dtype": dtype,
+            "seeds": seeds,
+            "array": array,
+        }
+        self._current().checks += 1
+        started = time.perf_counter()
+        try:
+            found = check_op(fn, **{name: value for name, value in given.items() if value is not None})
+        except DetdiffError as error:
+            raise NotChecked(str(error)) from None
+        except RowsDiffer as error:
+            self.tally.failed += 1
+            raise NotInvariant(str(error)) from None
+        finally:
+            self.tally.operations += 1
+            self.tally.seconds += time.perf_counter() - started
+        return found
+
+    def _check(self, test: Test, given: Mapping[str, Any]) -> Checked:
+        asked, wanted = self._wanted(test, given)
+        if asked.model is None:
+            raise CheckSubjectInvalid(
+                "There is no model; expected one in the call, in the marker, with --detdiff-model or as detdiff_model in the "
+                "ini file. Name one, such as 'builtin'."
+            )
+        if not isinstance(asked.model, str | Path | tuple | list):
+            from .engine_check import check_engine, engine_of
+
+            engine = engine_of(asked.model)
+            if engine is not None:
+                # Layouts are of detdiff's own engines.
+                once = list(dict.fromkeys(replace(each, layout=None) for each in wanted))
+                return self._ended(asked, once, *check_engine(engine, asked, once))
+        return self._check_model(test, asked, wanted)
+
+    def _wanted(self, test: Test, given: Mapping[str, Any]) -> tuple[Asked, list[Composition]]:
+        marked = {name: value for name, value in test.marked.items() if name != "op"}
+        asked = Asked.of({**marked, **{n: v for n, v in given.items() if v is not None}}, self._defaults)
+        if test.composition is None:
+            return asked, compositions(asked.schedules, asked.layouts)
+        for name in ("schedules", "layouts"):
+            if given.get(name) is not None:
+                raise CheckSettingInvalid(
+                    f"{name} are given in the call, and the test's marker has already made one test of each composition (this is "
+                    f"{test.composition.name}). Say them in the marker alone."
+                )
+        return asked, [test.composition]
+
+    def _check_model(self, test: Test, asked: Asked, wanted: Sequence[Composition]) -> Checked:
+        from detdiff.model import encode
+
+        from .invariance import ModelCheck, Place
+        from .prompts import requests
+
+        subjects, recorded = self._opened()
+        subject = subjects.of(asked.model)
+        loaded = subject.loaded
+        tables = requests(
+            asked.prompts,
+            lambda text: encode(loaded, text, chat=False),
+            loaded.identity.get("vocab_size"),
+            max(each.least for each in wanted),
+        )
+        if self._keeper is None:
+            composition = None if test.composition is None else test.composition.name
+            self._keeper = Keeper(
+                self._defaults.root, (*PurePosixPath(test.module).parts, test.name), composition
+            )
+        place = Place(
+            test.file, f"{test.name}-{test.checks}" if test.checks > 1 else test.name, self._defaults.update
+        )
+        check = ModelCheck(subject, asked, tables, recorded, self._keeper, place)
+        return self._ended(asked, wanted, check.failures(wanted), check.tally, subject.label)
+
+    def _ended(
+        self,
+        asked: Asked,
+        wanted: Sequence[Composition],
+        failures: Sequence[Failure],
+        tally: Tally,
+        name: str,
+    ) -> Checked:
+        self.tally.add(tally)
+        names = tuple(each.name for each in wanted)
+        if failures:
+            failed = {failure.name for failure in failures}
+            kind = NotInvariant if any(failure.checked for failure in failures) else NotChecked
+            raise kind(
+                failure_text(
+                    failures,
+                    level=asked.level,
+                    model=name,
+                    passed=[each for each in names if each not in failed],
+                    full=self._defaults.full,
+                )
+            )
+        return Checked(names, tally.rows, sum(tally.sites.values()), tally.tokens, tally.seconds)
+
+    def _opened(self) -> tuple[Subjects, Recorded]:
+        """What a session shares, made when a model is first checked."""
+        if self._shared is None:
+            from .base import Recorded
+            from .subject import Subjects
+
+            self._folder = tempfile.TemporaryDirectory(prefix="detdiff-check-", ignore_cleanup_errors=True)
+            self._shared = Subjects(), Recorded(Path(self._folder.name))
+        return self._shared
+
+    def _current(self) -> Test:
+        if self._test is None:
+            raise NotChecked(
+                "there is no running test that this check could belong to; call it in a test or a fixture"
+            )
+        return self._test
+
+    # What the plugin calls.
+
+    def begin(self, test: Test) -> None:
+        """From here on checks belong to ``test``."""
+        self._test = test
+        self._keeper = None
+
+    def finish(self) -> None:
+        """Check what the test's marker names, unless the test has checked something itself. Raises what checks raise."""
+        test = self._current()
+        if test.checks:
+            return
+        if "op" not in test.marked:
+            self.check()
+            return
+        wrong = next((name for name in test.marked if name not in ("op", *_OP)), None)
+        if wrong is not None:
+            raise NotChecked(
+                f"the marker names an op, and {wrong} is none of its settings; {nearest(wrong, _OP)}"
+            )
+        self.check_op(test.marked["op"], **{name: test.marked[name] for name in _OP if name in test.marked})
+
+    def refuse_none(self) -> None:
+        """Raises NotChecked where the test asked for the fixture and has checked nothing."""
+        if not self._current().checks:
+            raise NotChecked(
+                "the test asks for batch_invariance and calls neither check nor check_op; call one of them, or take the fixture "
+                "out of its arguments"
+            )
+
+    def close(self) -> None:
+        """Remove the recorded runs."""
+        if self._folder is not None:
+            self._folder.cleanup()

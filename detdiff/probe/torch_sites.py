@@ -1,0 +1,152 @@
+"""A torch model's linear sites as operations, and its distinct linear shapes with the sites of each.
+
+Importing this imports no torch: the model that is given has done so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from difflib import get_close_matches
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from detdiff.errors import ProbeBackendUnusable, ProbeSiteUnknown, TorchMissing
+from detdiff_kernels.rounding import DTYPES
+
+from .arrays import TorchArrays
+from .operation import Float64, Operation, Weights
+
+LAYOUT = "batch"
+"""Rows lie as in a decode step of ``generate``: [M, 1, K]."""
+
+
+@dataclass(frozen=True, eq=False)
+class TorchLinear:
+    """``torch.nn.Linear`` modules of one shape. ``module``, that of the first of ``sites``, stands for all; only the rows are
+    drawn by the seed."""
+
+    model: str
+    module: Any
+    sites: tuple[str, ...]
+    on: str = "torch"
+
+    @property
+    def name(self) -> str:
+        more = len(self.sites) - 1
+        others = f" and {more:,} more" if more else ""
+        return f"{self.model} {self.sites[0]}{others} ({self.shape})"
+
+    @property
+    def shape(self) -> str:
+        """``K,N,dtype``."""
+        n, k = self.module.weight.shape
+        return f"{k},{n},{self.dtype}"
+
+    @property
+    def dtype(self) -> str:
+        return str(self.module.weight.dtype).rpartition(".")[2]
+
+    @property
+    def weights(self) -> int:
+        """How many."""
+        return int(self.module.weight.numel())
+
+    def operation(self, seed: int) -> Operation:
+        """The module as it is. Raises ProbeBackendUnusable for weights that are no plain floats on the CPU."""
+        weight = self.module.weight
+        if self.dtype not in DTYPES or weight.device.type != "cpu":
+            raise ProbeBackendUnusable(
+                f"{self.name} has weights of {self.dtype} on {weight.device.type}; expected one of {', '.join(DTYPES)} on cpu. "
+                "Move the model there, or probe a function of your own."
+            )
+        bias = self.module.bias
+        rows = Weights(
+            int(weight.shape[0]),
+            lambda first, last: _wide(weight[first:last]),
+            None if bias is None else _wide(bias),
+        )
+        return Operation(int(weight.shape[1]), self.dtype, TorchArrays(), self._call, LAYOUT, weights=rows)
+
+    def _call(self, x: Any) -> Any:
+        return self.module(x).detach()
+
+
+def torch_shapes(
+    model: Any, sites: Collection[str] | None = None, name: str = "model"
+) -> Iterator[TorchLinear]:
+    """The distinct shapes (K, N, dtype, biased or not) of a ``torch.nn.Module``'s linear sites, in the order of its modules.
+
+    Only those of ``sites``, where any of these is linear, and these stand for their shapes. Raises ProbeSiteUnknown for a model without a linear site.
+    """
+    groups: dict[tuple[Any, ...], list[tuple[str, Any]]] = {}
+    for site, module in model.named_modules():
+        if is_linear(module):
+            key = (*module.weight.shape, str(module.weight.dtype), module.bias is None)
+            groups.setdefault(key, []).append((site, module))
+    if not groups:
+        raise ProbeSiteUnknown(
+            f"The model {name!r} has no torch.nn.Linear. Probe a function of your own instead."
+        )
+    wanted = set(sites or ())
+    for group in groups.values():
+        # A site that is asked for stands for its shape.
+        group.sort(key=lambda member: member[0] not in wanted)
+    found = [TorchLinear(name, group[0][1], tuple(site for site, _ in group)) for group in groups.values()]
+    yield from [each for each in found if each.sites[0] in wanted] or found
+
+
+def torch_site(model: Any, site: str, name: str = "model") -> TorchLinear:
+    """The linear site of that name; raises ProbeSiteUnknown."""
+    found = {place: module for place, module in model.named_modules() if is_linear(module)}
+    if site in found:
+        return TorchLinear(name, found[site], (site,))
+    near = get_close_matches(site, found, n=3, cutoff=0.4) or list(found)[:3]
+    raise ProbeSiteUnknown(
+        f"The model {name!r} has no linear site {site!r} in torch; the nearest of {len(found)} are {', '.join(near) or 'none'}."
+    )
+
+
+def load_torch(directory: Path) -> Any:
+    """A model directory as a causal language model of transformers, in its own dtype, on the CPU.
+
+    Raises TorchMissing without torch and transformers, and ProbeBackendUnusable for a directory that they do not load, such as
+    one of MLX's quantised weights.
+    """
+    try:
+        import_module("torch")
+        transformers = import_module("transformers")
+    except ImportError as error:
+        raise TorchMissing(
+            f"A model in torch needs torch and transformers ({' '.join(str(error).split())}). Install them: "
+            "pip install 'detdiff[torch]'."
+        ) from error
+    bars = transformers.utils.logging
+    shown = bars.is_progress_bar_enabled()
+    bars.disable_progress_bar()
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            directory, dtype="auto", local_files_only=True
+        )
+    except Exception as error:  # transformers raises what its many model classes raise
+        words = " ".join(str(error).split())[:300].rstrip(".") or "no reason given"
+        raise ProbeBackendUnusable(
+            f"transformers does not load the model directory {directory.name!r}: {type(error).__name__}, {words}. Expected is a "
+            "directory of unquantised weights that it runs; leave --on torch out, or name another model."
+        ) from error
+    finally:
+        if shown:
+            bars.enable_progress_bar()
+    return model.eval()
+
+
+def is_linear(module: Any) -> bool:
+    """A ``torch.nn.Linear`` or a class made from one, with a weight of its own."""
+    names = {f"{each.__module__}.{each.__name__}" for each in type(module).__mro__}
+    return "torch.nn.modules.linear.Linear" in names and getattr(module.weight, "ndim", 0) == 2
+
+
+def _wide(tensor: Any) -> Float64:
+    found: Float64 = tensor.detach().double().numpy()
+    return found

@@ -1,0 +1,70 @@
+"""Torch for the tests that need it, and tiny models in it: one as it comes, one whose rows are computed one by one."""
+
+from __future__ import annotations
+
+import os
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+
+VOCABULARY = 64
+PROBLEM = "torch is not installed; `make test EXTRAS=dev,gguf,torch` installs it (on Linux, several GB)"
+
+
+def need_torch() -> None:
+    """Without torch the test is skipped, on CI it fails. Imports nothing."""
+    if find_spec("torch") is None:
+        if os.environ.get("CI"):
+            pytest.fail(PROBLEM)
+        pytest.skip(PROBLEM)
+
+
+def torch_or_skip() -> Any:
+    """The torch module; without it the test is skipped, on CI it fails."""
+    need_torch()
+    torch = import_module("torch")
+    # One thread: the workers of a test run share the cores, and threads that wait for one another take them all.
+    torch.set_num_threads(1)
+    return torch
+
+
+def tiny_llama(torch: Any) -> Any:
+    """A random llama of two layers in transformers, float32."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        attn_implementation="eager",
+        eos_token_id=None,
+        bos_token_id=None,
+    )
+    model = LlamaForCausalLM(config)
+    # Larger than they come, so that tokens depend on the prompt.
+    for parameter in model.parameters():
+        if parameter.ndim == 2:
+            parameter.data.mul_(8)
+    return model.eval()
+
+
+def row_by_row(torch: Any, model: Any) -> Any:
+    """The model with every linear layer computed one row at a time, whatever the batch."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.forward = _rows(torch, module)
+    return model
+
+
+def _rows(torch: Any, module: Any) -> Any:
+    def forward(x: Any) -> Any:
+        rows = [torch.nn.functional.linear(row[None], module.weight) for row in x.reshape(-1, x.shape[-1])]
+        return torch.cat(rows).reshape(*x.shape[:-1], -1)
+
+    return forward
