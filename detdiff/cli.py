@@ -360,9 +360,9 @@ def file_option(name: str, metavar: str, help: str, **more: Any) -> Callable[[F]
 def report(files: tuple[Path, ...], why: bool, budget: int | None, **options: Any) -> None:
     """Turn a comparison or a verdict into something to read, to paste into an issue, and to look at.
 
-    A and B are what compare takes. A single file is an answer that compare, explain or report wrote with --json; a single
-    directory that is no trace is a folder of comparisons (such answers, and what --keep keeps), whose pages --html
-    gathers under an index. Without a format, the report goes to the terminal.
+    A and B are what compare takes. A single file is an answer that compare, explain or report wrote with --json. A single
+    directory that --keep made is its two traces; any other that is no trace is a folder of comparisons (such answers, and
+    such directories), whose pages --html gathers under an index. Without a format, the report goes to the terminal.
 
     Example: detdiff report traces/a traces/b --html report.html --markdown report.md
     """

@@ -54,12 +54,14 @@ def check(wanted: Wanted, read: Sequence[Path]) -> None:
                     "it. Name another place."
                 )
         for other, name in taken.items():
-            if place == other or (other in place.parents and name != "--plots") or place in other.parents:
-                if place != other and option == "--plots":
-                    continue
+            # A directory of pictures may hold the other formats; a file holds nothing.
+            below = (option != "--plots" and place in other.parents) or (
+                name != "--plots" and other in place.parents
+            )
+            if place == other or below:
                 raise CommandError(
-                    f"{name} and {option} both name {path}, or a place inside of the other's; expected one for each. Name "
-                    "another for one of them."
+                    f"{name} and {option} both name {path}, or one lies below the other, which is a "
+                    "file; expected one for each. Name another for one of them."
                 )
         taken[place] = option
 

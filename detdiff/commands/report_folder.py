@@ -13,6 +13,7 @@ from detdiff.errors import CommandError, DetdiffError
 from detdiff.report.content import build
 from detdiff.report.index import Entry, index_html, index_text
 from detdiff.report.saved import read_saved
+from detdiff.report.words import escaped
 from detdiff.trace import Trace
 from detdiff.trace.header import HEADER
 
@@ -44,7 +45,8 @@ def gathered(asked: Asked, why: Why, wanted: Wanted, width: int) -> list[str]:
         try:
             made = _made(path, asked.partial)
         except (DetdiffError, OSError) as error:
-            refused.append(f"{path}: {error}")
+            said = str(error) if str(path) in str(error) else f"{path}: {error}"
+            refused.append(escaped(" ".join(said.split()), ""))
             continue
         page = None if wanted.html is None else f"{name}.html"
         if page is not None and wanted.html is not None:

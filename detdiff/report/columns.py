@@ -47,6 +47,10 @@ def _wrap(cell: str, limit: int) -> str:
     return cell if len(cell) <= limit else "\n".join(textwrap.wrap(cell, limit))
 
 
+def _word(header: str) -> int:
+    return _PADDING + max(map(len, header.split()), default=1)
+
+
 def _limits(table: Table, numeric: Sequence[bool], room: int) -> list[int] | None:
     """The widths of the columns, or None where there is not room for all of them."""
     limits = [
@@ -54,9 +58,9 @@ def _limits(table: Table, numeric: Sequence[bool], room: int) -> list[int] | Non
         for n, header in enumerate(table.headers)
     ]
     least = [
-        # Numbers are not wrapped, their headers are.
-        max([1 + _PADDING if number else _NARROWEST, *(len(row[n]) for row in table.rows if number)])
-        for n, number in enumerate(numeric)
+        # Numbers are not wrapped, and their headers between words only.
+        max([_word(header) if number else _NARROWEST, *(len(row[n]) for row in table.rows if number)])
+        for n, (header, number) in enumerate(zip(table.headers, numeric, strict=True))
     ]
     least = [min(low, limit) for low, limit in zip(least, limits, strict=True)]
     if sum(least) > room:

@@ -16,7 +16,7 @@ from detdiff.explain.verdict import Verdict
 from .blocks import Block, Code, View
 from .lifecycle import agreement_lines, chunk_lines
 from .page import Page
-from .settings import rules
+from .settings import of_requests, rules
 from .side_by_side import side_by_side
 from .speculation import speculation_lines
 from .summary import advice, sentence
@@ -167,6 +167,8 @@ def _verdict(verdict: Verdict) -> list[Section]:
     ]
     if rows:
         controls.table(rows, ("control", "result", "what it showed", "forwards", "seconds"), "")
+    elif verdict.divergence is None:
+        controls.prose("No control was run, as nothing could be compared.")
     else:
         controls.prose("No control was needed.")
     for each in verdict.evidence:
@@ -215,7 +217,8 @@ def _settings(divergence: Divergence) -> list[Section]:
         (environment, (divergence.a.model, divergence.b.model)),
         (scenario, (divergence.a.scenario, divergence.b.scenario)),
     ):
-        if rows := _beside(*blocks):
+        asked = of_requests(*blocks) if page is scenario else ()
+        if rows := (*_beside(*blocks), *asked):
             page.table(rows, ("what", "in a", "in b"), "")
     for run in (divergence.a, divergence.b):
         for rule in rules(run.scenario):
@@ -227,7 +230,7 @@ def _settings(divergence: Divergence) -> list[Section]:
 
 
 def _beside(a: Mapping[str, Any], b: Mapping[str, Any]) -> Sequence[tuple[str, str, str]]:
-    """Each setting of either run; requests and rules, which are long, are told of elsewhere."""
+    """Each setting of either run; requests and rules, which are long, are told of after it."""
     keys = [key for key in dict.fromkeys((*a, *b)) if key not in ("request", "rule")]
     return [(named(str(key)), _value(a, key), _value(b, key)) for key in keys]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -57,7 +58,8 @@ class Entry:
     @property
     def link(self) -> str:
         """The page's address: always a relative one, whatever its name is; empty without a page."""
-        return "" if self.page is None else f"./{quote(self.page, safe='/')}"
+        # A file's name may be bytes that are no text.
+        return "" if self.page is None else f"./{quote(os.fsencode(self.page), safe='/')}"
 
     @property
     def rank(self) -> int:

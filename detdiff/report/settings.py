@@ -5,14 +5,24 @@ A trace keeps whatever its recorder put into the scenario, so what is missing or
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
 
 from detdiff.scenario import PathRule, Schedule
 
 from .words import count, named
 
 _LISTED = 4
+_OF_REQUESTS: Final[Mapping[str, Any]] = {
+    "max_tokens": None,
+    "arrival": 0,
+    "ignore_stop": False,
+    "chat": False,
+    "temperature": 0.0,
+    "top_p": 1.0,
+    "seed": 0,
+}
+"""What a request may be asked for beside its prompt, and what it is where nothing is asked."""
 _DECISIVE = (
     "schedule",
     "layout",
@@ -35,7 +45,8 @@ _DECISIVE = (
 
 def asked(scenario: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """The scenario's requests by id; empty where it does not hold them."""
-    return {request["id"]: request for request in _tables(scenario, "request") if "id" in request}
+    found = _tables(scenario, "request")
+    return {request["id"]: request for request in found if isinstance(request.get("id"), str)}
 
 
 def sampling(request: Mapping[str, Any]) -> str | None:
@@ -60,6 +71,26 @@ def rules(scenario: Mapping[str, Any]) -> list[str]:
         ]
         found.append(f"{', '.join(conditions)} -> {named(str(rule.get('path', 'unknown')))}")
     return found
+
+
+def of_requests(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """What both runs' requests were asked for, one setting a row: its name, and its values in a and in b in the order of the
+    requests; one value where all have the same, and no row for what nobody asked for.
+    """
+    rows: list[tuple[str, str, str]] = []
+    for key, plain in _OF_REQUESTS.items():
+        values = [[request.get(key, plain) for request in asked(run).values()] for run in (a, b)]
+        if any(value != plain for run in values for value in run):
+            rows.append((f"{key} of requests", _values(values[0]), _values(values[1])))
+    return rows
+
+
+def _values(values: Sequence[Any]) -> str:
+    said = [str(value).lower() if isinstance(value, bool) else _plain(value) for value in values]
+    if len(set(said)) == 1:
+        return said[0]
+    more = f", … ({len(said):,} in all)" if len(said) > 2 * _LISTED else ""
+    return ", ".join(said[: 2 * _LISTED]) + more if said else "-"
 
 
 def decisive(scenario: Mapping[str, Any]) -> Iterator[str]:

@@ -33,7 +33,8 @@ def sentence(divergence: Divergence | None, verdict: Verdict | None) -> str:
 def _parted(divergence: Divergence) -> str:
     flipped = [request for request in divergence.requests if request.flip is not None]
     if not flipped:
-        return "bits differ and no token flips"
+        bits = "bits differ" if divergence.compared.differing else "no compared bit differs"
+        return f"{bits} and no token flips"
     first = flipped[0]
     assert first.flip is not None
     more = f", and {count(len(flipped) - 1, 'more request')} flip" if len(flipped) == 2 else ""

@@ -202,3 +202,20 @@ def test_explain_and_replay_together_do_both(kept: Path, tmp_path: Path) -> None
     assert saved.verdict is not None and saved.divergence is not None
     born = [request.origin for request in saved.divergence.requests if request.origin is not None]
     assert born and any(origin.magnitude is not None for origin in born)
+
+
+def test_a_folder_of_odd_names_has_its_index(kept: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "comparisons"
+    folder.mkdir()
+    odd = Path(os.fsdecode(b"\xff<b>.json"))
+    try:
+        shutil.copy(kept / "answer.json", folder / odd)
+    except OSError:
+        pytest.skip("this file system takes no names that are not UTF-8")
+    (folder / "\x1b[31mred.json").write_text("{", encoding="utf-8")
+    result = run("report", folder, "--html", tmp_path / "site" / "index.html")
+    assert result.exit_code == 0, result.output
+    assert "./%FF%3Cb%3E.html" in (tmp_path / "site" / "index.html").read_text(encoding="utf-8")
+    assert (tmp_path / "site" / odd.with_suffix(".html")).is_file()
+    (refused,) = (line for line in result.stdout.splitlines() if line.startswith("not read: "))
+    assert "\x1b" not in refused and refused.count("red.json") == 1

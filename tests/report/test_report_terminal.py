@@ -271,3 +271,12 @@ def test_a_tie_is_no_preference() -> None:
 def test_where_there_is_nothing_to_draw_the_words_stand() -> None:
     report = replace(flips(), series=None)
     assert "Which layers and positions differ" in flat(report_text(report))
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_headers_of_numbers_are_broken_between_words_only(width: int) -> None:
+    headers = ("kind", "layer", "path in a", "path in b", "moved by", "origins")
+    path = "reference/candle-metal/mv"
+    table = Table(headers, (("linear", "0", path, path, "+0.5", "5"),))
+    words = {word for line in table_lines(table, width) for word in re.findall(r"\w+", line)}
+    assert {"layer", "moved", "by", "origins"} <= words

@@ -1,0 +1,32 @@
+"""The headline says no more than was found."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from made_reports import flips
+
+from detdiff.explain.verdict import Verdict
+from detdiff.report.blocks import Prose
+from detdiff.report.content import build
+from detdiff.report.summary import sentence
+
+
+def test_runs_that_part_in_their_books_alone_are_not_said_to_differ_in_bits() -> None:
+    divergence = flips().divergence
+    assert divergence is not None
+    quiet = tuple(request for request in divergence.requests if request.rung is None)
+    assert quiet
+    parted = replace(divergence, rung="bookkeeping", first=None, requests=quiet)
+    books = replace(parted, compared=replace(divergence.compared, differing=0))
+    assert sentence(books, None).startswith("The runs part: no compared bit differs and no token flips; ")
+    assert sentence(parted, None).startswith("The runs part: bits differ and no token flips; ")
+
+
+def test_where_nothing_could_be_compared_no_control_is_said_to_be_needless() -> None:
+    verdict = Verdict("undetermined", "Nothing can be said.", (), (), None, rule="nothing")
+    section = build(None, verdict).section("controls")
+    assert section is not None
+    assert [block.text for block in section.blocks if isinstance(block, Prose)] == [
+        "No control was run, as nothing could be compared."
+    ]
