@@ -2,7 +2,8 @@
 #
 #   make demo    the built-in model, serial against continuous: where do they part?
 #   make test    all tests, real weights included (fetched once, kept in ~/.cache/detdiff); those of torch models are
-#                skipped, unless EXTRAS=dev,gguf,torch installs torch too (on Linux, several GB)
+#                skipped, unless EXTRAS=dev,gguf,torch installs torch too (on Linux, several GB); CI=1 runs the slow
+#                ones too, that show more of the same, and DETDIFF_TEST_FULL=1 those of half an hour
 #   make check   lint, format, types, all tests
 #   make bench   the measurements of docs/performance.md
 #   make clean   removes what the above made, the environment included

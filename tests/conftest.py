@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+import pytest
 from hypothesis import settings
 
 # Before any test imports a host library: a model that is not on the disk is an error, never a download.
@@ -18,3 +19,12 @@ settings.register_profile("ci", deadline=None, print_blob=True, derandomize=True
 settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 pytest_plugins = ["plugins.real_models", "pytester"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if os.environ.get("CI") or os.environ.get("DETDIFF_TEST_FULL"):
+        return
+    left_out = pytest.mark.skip(reason="more of the same: with CI=1 or DETDIFF_TEST_FULL=1")
+    for item in items:
+        if item.get_closest_marker("thorough"):
+            item.add_marker(left_out)

@@ -62,7 +62,13 @@ def _named(answer: dict[str, Any], profile: str, expected: tuple[set[str], set[s
         assert re.search(threshold, many[2]), many[2]
 
 
-@pytest.mark.parametrize("profile", QUANTISED)
+@pytest.mark.parametrize(
+    "profile",
+    [
+        pytest.param(name, marks=() if place == 0 else pytest.mark.thorough)
+        for place, name in enumerate(QUANTISED)
+    ],
+)
 def test_a_real_quantised_model_parts_at_the_profiles_threshold(
     profile: str, smollm2_packed_bf16: Path
 ) -> None:

@@ -14,7 +14,7 @@ from value_cases import VALUES
 
 from detdiff.explain import DECIDING, Verdict, explain
 
-SEEDS = range(10) if os.environ.get("DETDIFF_TEST_FULL") else (3, 4)
+SEEDS = range(10) if os.environ.get("DETDIFF_TEST_FULL") else (3, pytest.param(4, marks=pytest.mark.thorough))
 """A sample of what `python tools/verdict_matrix.py` runs: some of its ten seeds, those without the longest texts.
 DETDIFF_TEST_FULL=1 runs all."""
 

@@ -199,6 +199,7 @@ def test_a_reduction_may_need_no_weights_at_all(tmp_path: Path) -> None:
     assert (again.kind, again.rule) == (found.verdict.kind, found.verdict.rule)
 
 
+@pytest.mark.thorough
 def test_interrupted_at_the_twin_it_goes_on_with_it(tmp_path: Path) -> None:
     model = write_directory(tmp_path / "model", small_config("llama", num_hidden_layers=2))
 
@@ -216,6 +217,7 @@ def test_interrupted_at_the_twin_it_goes_on_with_it(tmp_path: Path) -> None:
         assert (found.folder / name).read_bytes() == (whole.folder / name).read_bytes()
 
 
+@pytest.mark.thorough
 def test_a_draft_has_a_twin_beside_that_of_its_target(tmp_path: Path) -> None:
     """Only verifications take another kernel, so there have to be drafts."""
     paths = [write_directory(tmp_path / name) for name in ("model", "draft")]
