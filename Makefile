@@ -5,6 +5,7 @@
 #                skipped, unless EXTRAS=dev,gguf,torch installs torch too (on Linux, several GB); CI=1 runs the slow
 #                ones too, that show more of the same, and DETDIFF_TEST_FULL=1 those of half an hour
 #   make check   lint, format, types, all tests
+#   make docs    writes the pages and golden reports that are made from the code (the tests check that they are up to date)
 #   make bench   the measurements of docs/performance.md
 #   make clean   removes what the above made, the environment included
 
@@ -17,7 +18,7 @@ COMMA := ,
 STAMP := $(VENV)/installed-$(subst $(COMMA),-,$(EXTRAS))
 JOBS ?= $(shell getconf _NPROCESSORS_ONLN)
 
-.PHONY: venv demo test lint types check bench clean
+.PHONY: venv demo test lint types check docs bench clean
 .DEFAULT_GOAL := demo
 .DELETE_ON_ERROR:
 
@@ -44,6 +45,13 @@ types: venv
 	$(BIN)/mypy
 
 check: lint types test
+
+docs: venv
+	$(BIN)/python tools/cli_docs.py
+	$(BIN)/python tools/profile_docs.py
+	$(BIN)/python tools/kernel_docs.py
+	$(BIN)/python tools/verdict_matrix.py --rules
+	$(BIN)/python tools/golden_reports.py
 
 bench: venv
 	$(BIN)/python -m benchmarks $(ARGS)

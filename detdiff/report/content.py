@@ -30,7 +30,7 @@ from .text import (
     origin_count_lines,
     origin_lines,
 )
-from .verdict_text import float64_lines, fragile_lines, sentence_of, verdict_lines
+from .verdict_text import float64_lines, fragile_lines, not_run_lines, sentence_of, verdict_lines
 from .words import SENTENCE, count, escaped, named, passage
 
 if TYPE_CHECKING:
@@ -160,16 +160,18 @@ def _verdict(verdict: Verdict) -> list[Section]:
             named(control.name),
             named(control.result),
             named(sentence_of(control.said), _LONGEST),
-            "-" if control.result == NOT_RUN else f"{control.forwards:,}",
-            "-" if control.result == NOT_RUN else f"{control.seconds:.1f}",
+            f"{control.forwards:,}",
+            f"{control.seconds:.1f}",
         )
         for control in verdict.controls
+        if control.result != NOT_RUN
     ]
     if rows:
         controls.table(rows, ("control", "result", "what it showed", "forwards", "seconds"), "")
-    elif verdict.divergence is None:
+    not_run_lines(controls, verdict)
+    if verdict.divergence is None:
         controls.prose("No control was run, as nothing could be compared.")
-    else:
+    elif not verdict.controls:
         controls.prose("No control was needed.")
     for each in verdict.evidence:
         if each.fact == "acceptance":

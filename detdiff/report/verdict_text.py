@@ -152,12 +152,7 @@ def control_lines(page: Page, verdict: Verdict) -> None:
     # What was done by hand came to rest on this one, so it is read first.
     for control in sorted(ran, key=lambda control: control.name != HOLD):
         page.item(f"  {named(control.name)}: ", f"{named(control.result)}. {_control(control)}")
-    left_out: dict[str, list[str]] = {}
-    for control in verdict.controls:
-        if control.result == NOT_RUN:
-            left_out.setdefault(control.said, []).append(named(control.name))
-    for why, names in left_out.items():
-        page.item("  not run: ", f"{', '.join(names)}: {passage(why)}")
+    not_run_lines(page, verdict)
     if not verdict.controls:
         page.item("  ", "none was needed")
     for each in verdict.evidence:
@@ -176,6 +171,16 @@ def sentence_of(words: str) -> str:
         return ""
     start = words[0].upper() if words.partition(" ")[0].isalpha() else words[0]
     return f"{start}{words[1:].rstrip('.')}."
+
+
+def not_run_lines(page: Page, verdict: Verdict) -> None:
+    """The controls that were not run, those of one reason together."""
+    left_out: dict[str, list[str]] = {}
+    for control in verdict.controls:
+        if control.result == NOT_RUN:
+            left_out.setdefault(control.said, []).append(named(control.name))
+    for why, names in left_out.items():
+        page.item("  not run: ", f"{', '.join(names)}: {passage(why)}")
 
 
 def float64_lines(page: Page, verdict: Verdict) -> None:
