@@ -51,6 +51,7 @@ With `--json` the answer goes to stdout as one JSON object, whose `schema` names
 | `demo` | `detdiff.demo/1`: `cases`, each with `title`, `anchor` and `divergence` |
 | `profiles` | `detdiff.profiles/1`: `profiles`, each with `name`, `backend`, `note`, `parameters`, `rules`, `tags` |
 | `profiles NAME` | `detdiff.profile/1`: the same and `each_rule`; with a size `axis` (m, keys or query), `call`, `thresholds` (the sizes at which the kernel, or a value it works by, changes) and `bands` (`first`, `last`, and `parts` with rows, `kernel`, `rule`, `source`, `tag`) |
+| `report` | [`detdiff.report/1`](json-schema.md#the-json-form-of-a-report), by `--json -` |
 | `reduce` | `detdiff.reduction/1`: `a` and `b` (the files of the smallest pair), `twin` (its model of random weights, or null), `rows_before`, `rows_after`, `tried`, `finished`, `dropped` (settings), `verdict`, `rule`, `said`, `site`, `steps` (each with `said`, `rows`, `requests`, `prompt_tokens`, `max_tokens`, `layers`) and `command` |
 | `import-gguf` | `detdiff.import/1` |
 | any, on an error | `detdiff.error/1`: `error` (the broken rule), `message`, `exit_code` |

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from detdiff.commands.outputs import whole
 from detdiff.commands.pack_places import Places, without_values
-from detdiff.commands.pack_readme import readme
-from detdiff.report.content import Report
+from detdiff.commands.pack_readme import command, readme
+from detdiff.report.content import Report, build
 from detdiff.report.html import html
 from detdiff.report.markdown import markdown
 from detdiff.report.report_json import report_json_text
@@ -43,6 +43,8 @@ def pack(report: Report, traces: tuple[Trace, Trace], path: Path) -> None:
             for trace, name in zip(traces, "ab", strict=True)
         }
         _write(root / "environment.json", json.dumps(runs, indent=1, allow_nan=False) + "\n")
+        # Read where it was unpacked, the report names what lies beside it.
+        report = build(report.divergence, report.verdict, report.series, command(places))
         _write(root / "report.html", html(report))
         _write(root / "report.md", markdown(report))
         _write(root / "report.txt", report_text(report, width=_WIDTH))

@@ -24,7 +24,7 @@ def readme(report: Report, traces: tuple[Trace, Trace], places: Places) -> str:
 
 One command, in this folder, runs both sides again and says why they part:
 
-    detdiff explain a.toml b.toml{_options(places)}
+    {command(places)}
 
 {_needed(traces, places)}
 
@@ -35,6 +35,11 @@ One command, in this folder, runs both sides again and says why they part:
 {_packed(places)}| `environment.json` | what both were recorded on |
 | `report.html`, `report.md`, `report.txt`, `report.json` | the report |
 """
+
+
+def command(places: Places) -> str:
+    """What runs both sides again, in the folder of what was unpacked."""
+    return f"detdiff explain a.toml b.toml{_options(places)}"
 
 
 def _options(places: Places) -> str:

@@ -135,6 +135,9 @@ def reduction_text(found: Reduction, *, width: int = 100) -> str:
         lines.append(
             f"a model of random weights{layers} parts in the same way: no weights are needed (twin/config.json)"
         )
+    divergence = found.verdict.divergence
+    if divergence is not None and all(request.flip is None for request in divergence.requests):
+        lines.append("no token flips in it; where the given pair has a flip, --keep-flip keeps one")
     if not found.finished:
         lines.append("the budget ended the search; a larger one goes on from here")
     files = ", ".join(("a.toml", "b.toml", *(("twin/",) if found.twin else ())))

@@ -287,7 +287,9 @@ class Scores:
                 factor = f", by a factor of {times:.3g} on average" if np.isfinite(times) else ""
                 parts.append(f"run {sides.nearer} is nearer to float64{factor}")
             elif np.isfinite(sides.ratio):
-                parts.append(f"neither side is nearer to float64 (a's error over b's {sides.ratio:.3g})")
+                parts.append(
+                    f"neither side is nearer to float64 (the errors' ratio, a to b, is {sides.ratio:.3g})"
+                )
         if self._changed:
             parts.append(
                 f"{len(self._changed)} cache reads gave other entries than were written there, and copying has a bound of zero"

@@ -38,7 +38,8 @@ def neighbour_content(case: Case) -> Outcome:
         "forwards_alike": alike,
         "forwards": len(trace.forwards()),
     }
-    others = f"the other {len(scenario.requests) - 1} requests"
+    more = len(scenario.requests) - 1
+    others = "the other request" if more == 1 else f"the other {more} requests"
     if first is None:
         said = f"with other text of the same length in {others} of side {side}, no bit of {id} changed in the first {alike} forwards"
         return Outcome("equal", said, detail)

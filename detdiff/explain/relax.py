@@ -168,7 +168,8 @@ def relax(case: Case) -> Outcome:
     first = listed[0]
     said = (
         f"{base.target.said} needs only {what}, first at {first['site']} in forward {first['forward']} "
-        f"({first['path_a']} on {first['rows_a']} rows in a, {first['path_b']} on {first['rows_b']} in b)"
+        f"({first['path_a']} on {first['rows_a']} row{'' if first['rows_a'] == 1 else 's'} in a, {first['path_b']} on "
+        f"{first['rows_b']} in b)"
     )
     if result == "reduced":
         said += "; the budget ended before a smaller set was ruled out"

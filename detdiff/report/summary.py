@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
 from detdiff.compare.divergence import Divergence, Flip, RequestDivergence
@@ -27,7 +28,21 @@ def sentence(divergence: Divergence | None, verdict: Verdict | None) -> str:
         return headline(divergence)
     first = next((r for r in divergence.requests if r.id == divergence.first), None)
     kind = "The runs part" if verdict is None else _KINDS.get(verdict.kind, verdict.kind)
-    return f"{kind}: {_parted(divergence)}{_born(divergence, first)}."
+    return f"{kind}: {_parted(divergence)}{_born(divergence, first)}{_enough(verdict)}."
+
+
+def _enough(verdict: Verdict | None) -> str:
+    """The smallest set of path changes that still gives what was looked at; the first origin need not be in it."""
+    relax = None if verdict is None else verdict.control("relax")
+    if relax is None or relax.result != "smallest":
+        return ""
+    found, of = relax.detail.get("smallest"), relax.detail.get("effective")
+    if not isinstance(found, list | tuple) or not found or not isinstance(found[0], Mapping):
+        return ""
+    site, forward, target = found[0].get("site"), found[0].get("forward"), relax.detail.get("target", "it")
+    enough = "is enough" if len(found) == 1 else "are enough"
+    first = "at" if len(found) == 1 else "first at"
+    return f"; of {of} path changes {len(found)} {enough} for {named(str(target))}, {first} {named(str(site))} in forward {forward}"
 
 
 def _parted(divergence: Divergence) -> str:
