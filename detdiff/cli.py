@@ -382,7 +382,7 @@ def report(files: tuple[Path, ...], why: bool, budget: int | None, **options: An
         for line in gathered(asked, how_far, wanted, _width()):
             click.echo(line)
         return
-    check(wanted, (*asked.files, *kept))
+    check(wanted, (*filter(Path.exists, asked.files), *kept))
     with reports.reported(asked, how_far, _progress) as made:
         written = reports.write(made, wanted)
         if ctx_json():

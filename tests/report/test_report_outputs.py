@@ -219,3 +219,10 @@ def test_a_folder_of_odd_names_has_its_index(kept: Path, tmp_path: Path) -> None
     assert (tmp_path / "site" / odd.with_suffix(".html")).is_file()
     (refused,) = (line for line in result.stdout.splitlines() if line.startswith("not read: "))
     assert "\x1b" not in refused and refused.count("red.json") == 1
+
+
+def test_a_side_that_is_not_there_is_said_before_where_to_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "nowhere is not there" in paragraph(run("report", "nowhere", "--html", "nowhere/index.html"))
