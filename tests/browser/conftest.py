@@ -90,7 +90,9 @@ def show(chromium: Any, tmp_path: Path) -> Iterator[Callable[..., Opened]]:
     """Opens a page from its text. Whatever was wrong with it fails the test at its end."""
     opened: list[Opened] = []
 
-    def show(text: str, *, width: int = 1280, name: str = "page.html", **options: Any) -> Opened:
+    def show(
+        text: str, *, width: int = 1280, name: str = "page.html", at: str = "", **options: Any
+    ) -> Opened:
         (tmp_path / name).write_text(text, encoding="utf-8", newline="\n")
         address = (tmp_path / name).as_uri()
         page = chromium.new_page(viewport={"width": width, "height": 900}, **options)
@@ -111,7 +113,7 @@ def show(chromium: Any, tmp_path: Path) -> Iterator[Callable[..., Opened]]:
                 route.abort()
 
         page.route("**/*", asked)
-        page.goto(address)
+        page.goto(f"{address}{at}")
         if options.get("java_script_enabled", True):
             page.wait_for_selector("html[data-ready]")
         return found

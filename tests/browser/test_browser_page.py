@@ -74,6 +74,19 @@ def test_a_link_to_a_folded_section_opens_it(show: Any) -> None:
     opened.page.locator("#environment table").first.wait_for(state="visible")
 
 
+@pytest.mark.parametrize("width", [1280, 360])
+@pytest.mark.parametrize("section", ["timeline", "margins", "scenario"])
+def test_a_link_into_the_page_leads_there(show: Any, section: str, width: int) -> None:
+    opened = show(page("reference"), width=width, at=f"#{section}")
+    top, room = opened.page.evaluate(
+        f"""[
+          document.getElementById("{section}").getBoundingClientRect().top,
+          document.documentElement.scrollHeight - innerHeight - scrollY,
+        ]"""
+    )
+    assert 0 <= top <= 120 or (room < 2 and top > 0), (top, room)
+
+
 def test_folds_open_by_keyboard(show: Any) -> None:
     opened = show(page("reference"))
     summary = opened.figure("map-0").locator("details.values-table summary")

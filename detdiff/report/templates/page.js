@@ -27,16 +27,19 @@ function startTheme() {
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => themed.forEach((draw) => draw()));
 }
 
+function showTarget() {
+  const target = location.hash && document.getElementById(decodeURIComponent(location.hash.slice(1)));
+  if (!target) return;
+  for (const fold of target.querySelectorAll("details.section")) fold.open = true;
+  for (let at = target; at; at = at.parentElement) if (at.tagName === "DETAILS") at.open = true;
+  // At once: what is drawn on the way would move the place that a smooth scroll aims at.
+  target.scrollIntoView({ behavior: "instant" });
+}
+
 function startFolds() {
-  const open = () => {
-    const target = location.hash && document.getElementById(decodeURIComponent(location.hash.slice(1)));
-    if (!target) return;
-    for (const fold of target.querySelectorAll("details.section")) fold.open = true;
-    for (let at = target; at; at = at.parentElement) if (at.tagName === "DETAILS") at.open = true;
-  };
-  addEventListener("hashchange", open);
-  for (const link of document.querySelectorAll('a[href^="#"]')) link.addEventListener("click", () => setTimeout(open));
-  open();
+  addEventListener("hashchange", showTarget);
+  for (const link of document.querySelectorAll('a[href^="#"]')) link.addEventListener("click", () => setTimeout(showTarget));
+  showTarget();
   let opened = [];
   addEventListener("beforeprint", () => {
     opened = [...document.querySelectorAll("details:not([open])")];

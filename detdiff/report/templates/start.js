@@ -23,6 +23,8 @@ startTheme();
 startFolds();
 startCopying();
 startViews().finally(() => requestAnimationFrame(() => {
+  // What was drawn above it has moved it.
+  showTarget();
   // For whoever waits for the page to be usable.
   root.dataset.ready = String(Math.round(performance.now()));
 }));
