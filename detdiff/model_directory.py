@@ -193,7 +193,9 @@ def identity(path: Path) -> dict[str, Any]:
         "model_type": config["model_type"],
         "config_sha256": hashlib.sha256(canonical.encode()).hexdigest(),
         "weights_sha256": _hash_recipe(config) if drawn else _hash_files(files),
-        "tokenizer_sha256": None if drawn else _hash_files(sorted(_matching(path, (*TOKENIZER_FILES, "*.tiktoken")))),
+        "tokenizer_sha256": None
+        if drawn
+        else _hash_files(sorted(_matching(path, (*TOKENIZER_FILES, "*.tiktoken")))),
         "dtypes": {} if drawn else dict(sorted(dtypes.items())),
         "quantization": _quantization(config),
         "layers": config_value(config, *LAYER_KEYS),

@@ -17,6 +17,7 @@ PARAMETER = "_detdiff_composition"
 OUTPUT = "detdiff"
 _CHECKER = pytest.StashKey["BatchInvariance"]()
 _ITEM = pytest.StashKey[pytest.Item]()
+_CALLED = pytest.StashKey[bool]()
 _WORKERS = pytest.StashKey[list[Mapping[str, Any]]]()
 
 
@@ -78,7 +79,8 @@ def _defaults(config: pytest.Config) -> Any:
     here, there = config.getoption("detdiff_report_dir"), config.getini("detdiff_report_dir")
     root = Path(config.invocation_params.dir, here) if here else Path(config.rootpath, there or FOLDER)
     given = {name: value for name, value in named.items() if value is not None}
-    return Defaults(root=root, full=config.getoption("verbose") >= 2, **given)
+    # Without pytest's terminal there is no such option.
+    return Defaults(root=root, full=config.getoption("verbose", 0) >= 2, **given)
 
 
 def _checker(config: pytest.Config) -> BatchInvariance:
@@ -87,23 +89,53 @@ def _checker(config: pytest.Config) -> BatchInvariance:
 
         config.stash[_CHECKER] = BatchInvariance(_defaults(config))
         if _ITEM in config.stash:
-            config.stash[_CHECKER].begin(_test(config.stash[_ITEM]))
+            item = config.stash[_ITEM]
+            config.stash[_CHECKER].begin(_test(item))
+            if _CALLED in item.stash:
+                config.stash[_CHECKER].called(_marked(item) or {})
     return config.stash[_CHECKER]
 
 
 def _marked(node: pytest.Item | Any) -> dict[str, Any] | None:
-    """What the markers of a test say, the nearest first; None without one."""
-    marks = list(node.iter_markers(MARKER))
-    if not marks:
-        return None
-    found: dict[str, Any] = {}
-    for mark in reversed(marks):
-        if len(mark.args) > 1:
-            pytest.fail(
-                f"detdiff: {MARKER} takes the model and settings by name, not {mark.args!r}.", pytrace=False
-            )
-        found.update({"model": mark.args[0]} if mark.args else {}, **mark.kwargs)
+    """What the markers of a test say, those of an outer node first; None without one."""
+    found: dict[str, Any] | None = None
+    for owner in node.listchain():
+        said: set[str] = set()
+        for mark in _marks(owner):
+            if len(mark.args) > 1:
+                pytest.fail(
+                    f"detdiff: {MARKER} takes the model and settings by name, not {mark.args!r}.",
+                    pytrace=False,
+                )
+            given = {**({"model": mark.args[0]} if mark.args else {}), **mark.kwargs}
+            names = {"model" if name == "op" else name for name in given}
+            if said & names and not isinstance(owner, pytest.Class):
+                # One would be dropped in silence.
+                pytest.fail(
+                    f"detdiff: two {MARKER} markers of {owner.name} say {min(said & names)}; expected one, which makes the "
+                    "tests. Write a test for each.",
+                    pytrace=False,
+                )
+            said |= names
+            found = {**(found or {}), **given}
     return found
+
+
+def _marks(owner: Any) -> list[pytest.Mark]:
+    """A node's own markers; of a class those of its base classes first, which it may override."""
+    marks = [each for each in owner.own_markers if each.name == MARKER]
+    if len(marks) < 2 or not isinstance(owner, pytest.Class):
+        return marks
+
+    def depth(mark: pytest.Mark) -> int:
+        for n, each in enumerate(owner.obj.__mro__):
+            said = vars(each).get("pytestmark", ())
+            if any(getattr(one, "mark", one) is mark for one in (said if isinstance(said, list) else [said])):
+                return n
+        return -1
+
+    # Which of them pytest gives first depends on its version.
+    return sorted(marks, key=depth, reverse=True)
 
 
 def _test(item: pytest.Item) -> Test:
@@ -131,13 +163,17 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     from detdiff.check.compositions import compositions
     from detdiff.errors import DetdiffError
 
+    wrong = ""
     try:
         asked = Asked.of(
             {name: marked.get(name) for name in ("schedules", "layouts")}, _defaults(metafunc.config)
         )
         wanted = compositions(asked.schedules, asked.layouts if not _is_engine(marked) else None)
     except DetdiffError as error:
-        pytest.fail(f"detdiff: {error}", pytrace=False)
+        wrong = str(error)
+    if wrong:
+        # Outside of the handler, whose error would be printed before it.
+        pytest.fail(f"detdiff: {metafunc.definition.nodeid}: {wrong}", pytrace=False)
     metafunc.fixturenames.append(PARAMETER)
     metafunc.parametrize(PARAMETER, wanted, ids=[each.name for each in wanted])
 
@@ -151,22 +187,27 @@ def _is_engine(marked: Mapping[str, Any]) -> bool:
     return engine_of(model) is not None
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    # A test that another plugin runs once more begins anew: it has checked nothing yet.
     item.config.stash[_ITEM] = item
+    if _CALLED in item.stash:
+        del item.stash[_CALLED]
     if _CHECKER in item.config.stash:
         item.config.stash[_CHECKER].begin(_test(item))
-    return (yield)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
+    item.stash[_CALLED] = True
+    if _CHECKER in item.config.stash:
+        item.config.stash[_CHECKER].called(_marked(item) or {})
     result = yield
-    marked = item.get_closest_marker(MARKER) is not None
-    if marked or _asks(item):
+    marked = _marked(item)
+    if marked is not None or _asks(item):
         checker = _checker(item.config)
-        if marked:
-            checker.finish()
+        if marked is not None:
+            checker.finish(marked)
         else:
             checker.refuse_none()
     return result
@@ -178,7 +219,8 @@ def _asks(item: pytest.Item) -> bool:
         return False
     import inspect
 
-    return FIXTURE in inspect.signature(item.function).parameters  # type: ignore[attr-defined]
+    function = getattr(item, "function", None)  # a doctest has none
+    return function is not None and FIXTURE in inspect.signature(function).parameters
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

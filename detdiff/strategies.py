@@ -66,6 +66,7 @@ def schedules(
     Shrinks to the first of ``kinds`` and of ``layouts``, to the smallest row budget (which layout packed has, up to
     ``most_rows`` or none), and to no limit on active requests and no prefill chunk.
     """
+    kinds, layouts = ([each] if isinstance(each, str) else list(each) for each in (kinds, layouts))
     _check(bool(kinds) and bool(layouts), "no kind or no layout", "one of each at least")
     _check(requests >= 1 and most_rows >= 1, "no request or no row", "1 or more of each")
 
@@ -82,8 +83,8 @@ def schedules(
     # shrunk to.
     return st.builds(
         made,
-        st.sampled_from(list(kinds)),
-        st.sampled_from(list(layouts)),
+        st.sampled_from(kinds),
+        st.sampled_from(layouts),
         st.integers(1, most_rows + 1),
         st.integers(0, requests),
         st.integers(0, most_rows),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
@@ -53,7 +53,8 @@ class Asked:
         Raises CheckSettingInvalid and NothingToCheck.
         """
         found = {name: value for name, value in given.items() if value is not None}
-        own = {name: found.pop(name) for name in list(found) if name in cls.__dataclass_fields__}
+        fields = cls.__dataclass_fields__.keys() - {"settings"}
+        own = {name: found.pop(name) for name in list(found) if name in fields}
         asked = replace(
             cls(
                 model=defaults.model,
@@ -71,7 +72,8 @@ class Asked:
             )
         if asked.level not in LEVELS:
             raise CheckSettingInvalid(f"level is {asked.level!r}; {nearest(str(asked.level), LEVELS)}")
-        seeds = [asked.seeds] if isinstance(asked.seeds, int) else list(asked.seeds)
+        drawn: Any = asked.seeds
+        seeds = list(drawn) if isinstance(drawn, Iterable) else [drawn]
         if not seeds:
             raise NothingToCheck("There are no seeds, so that nothing would be checked. Give one, such as 0.")
         if not all(type(seed) is int and seed >= 0 for seed in seeds) or len(set(seeds)) < len(seeds):

@@ -45,6 +45,10 @@ class Test:
     marked: Mapping[str, Any] = field(default_factory=dict)
     composition: Composition | None = None
     checks: int = 0
+    before: int | None = None
+    """Checks of its fixtures, once its own function runs."""
+    covered: bool = False
+    """Whether what its marker names has been checked."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,8 @@ class BatchInvariance:
         self._keeper: Keeper | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._shared: tuple[Subjects, Recorded] | None = None
+        self._written: set[Path] = set()
+        """Golden traces of this session: that they are as the run is says nothing."""
         self.tally = Tally()
 
     def check(
@@ -105,9 +111,12 @@ class BatchInvariance:
         }  # fmt: skip
         test = self._current()
         test.checks += 1
+        # What a fixture checks is the marker's where it takes the model from there.
+        test.covered |= "op" not in test.marked and (test.before is not None or model is None)
         try:
             return self._check(test, given)
         except DetdiffError as error:
+            self.tally.unchecked += 1
             raise NotChecked(str(error)) from None
 
     def check_op(
@@ -133,18 +142,22 @@ class BatchInvariance:
             "seeds": seeds,
             "array": array,
         }
-        self._current().checks += 1
+        test = self._current()
+        test.checks += 1
+        test.covered |= test.marked.get("op") is fn
         started = time.perf_counter()
         try:
             found = check_op(fn, **{name: value for name, value in given.items() if value is not None})
         except DetdiffError as error:
+            self.tally.unchecked += 1
             raise NotChecked(str(error)) from None
         except RowsDiffer as error:
             self.tally.failed += 1
+            self.tally.operations += 1
             raise NotInvariant(str(error)) from None
         finally:
-            self.tally.operations += 1
             self.tally.seconds += time.perf_counter() - started
+        self.tally.operations += 1
         return found
 
     def _check(self, test: Test, given: Mapping[str, Any]) -> Checked:
@@ -198,7 +211,10 @@ class BatchInvariance:
                 self._defaults.root, (*PurePosixPath(test.module).parts, test.name), composition
             )
         place = Place(
-            test.file, f"{test.name}-{test.checks}" if test.checks > 1 else test.name, self._defaults.update
+            test.file,
+            f"{test.name}-{test.checks}" if test.checks > 1 else test.name,
+            self._defaults.update,
+            self._written,
         )
         check = ModelCheck(subject, asked, tables, recorded, self._keeper, place)
         return self._ended(asked, wanted, check.failures(wanted), check.tally, subject.label)
@@ -251,10 +267,21 @@ class BatchInvariance:
         self._test = test
         self._keeper = None
 
-    def finish(self) -> None:
-        """Check what the test's marker names, unless the test has checked something itself. Raises what checks raise."""
+    def called(self, marked: Mapping[str, Any]) -> None:
+        """The test's own function is about to run, maybe once more. A fixture or another plugin may have ``marked`` it."""
         test = self._current()
-        if test.checks:
+        test.marked = marked
+        if test.before is None:
+            test.before = test.checks
+        else:
+            test.checks, test.covered = test.before, False
+
+    def finish(self, marked: Mapping[str, Any]) -> None:
+        """Check what the test is ``marked`` with, unless the test has checked that itself. Raises what checks raise."""
+        test = self._current()
+        test.marked = marked
+        settings = not {"model", "op"} & marked.keys() and test.checks
+        if test.covered or settings:
             return
         if "op" not in test.marked:
             self.check()

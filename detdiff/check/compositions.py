@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -49,10 +49,11 @@ class Composition:
             raise ScheduleInvalid(f"{layout!r} is no layout; expected {' or '.join(LAYOUTS)}. Correct it.")
         with located(f"schedule {written!r}"):
             keys = parse_flags(found[3] or "")
-            taken = sorted({"schedule", "layout", "active", "tokens"} & set(keys))
+            taken = sorted({"model", "schedule", "layout", "active", "tokens"} & set(keys))
             if taken:
                 raise ScheduleInvalid(
-                    f"schedule {written!r} sets {taken[0]}, which its first word and the layouts decide. Leave it out."
+                    f"schedule {written!r} sets {taken[0]}, which {'the check decides' if taken[0] in ('model', 'tokens') else 'its first word and the layouts decide'}. "
+                    "Leave it out."
                 )
         return cls(written.strip(), layout, found[1], int(found[2]) if found[2] else None, found[3] or "")
 
@@ -65,6 +66,11 @@ class Composition:
     def least(self) -> int:
         """The fewest requests with which this composition happens."""
         return self.size or (1 if self.kind == "serial" else 2)
+
+    @property
+    def alone(self) -> bool:
+        """Whether each request is to be served alone here too."""
+        return self.kind == "serial" or self.size == 1
 
     def draw(self, base: Scenario, seed: int) -> list[Scenario]:
         """The runs of this composition, together holding every request of ``base``, a serial scenario.
@@ -126,6 +132,8 @@ def listed(given: str | Sequence[str], what: str) -> list[str]:
         given = [
             word.strip() for word in re.split(r",(?=\s*(?:serial|static|continuous|padded|packed))", given)
         ]
+    if not isinstance(given, Iterable):
+        raise ScheduleInvalid(f"{what} are {given!r}; expected text, or a list of texts. Correct them.")
     found = [each for each in given if each != ""]
     if not found:
         raise NothingToCheck(

@@ -199,10 +199,19 @@ class EngineCheck:
                 "was compared. Give other prompts, or let it ignore end-of-text."
             )
         parted = tuple(each for each in found if not each.equal)
+        if not parted and counted.sites and not counted.rows:
+            raise NothingToCheck(
+                f"The engine {self._name} gave taps without a row for any request, so that none was compared. Give rows, or leave "
+                "taps out."
+            )
         # The base keeps the composition's neighbours out; a run that does not repeat says nothing of them.
-        repeats = self._repeats(parted[0].request) if parted else None
-        kernels = self._kernels(parted) if parted and repeats else ()
-        return EngineFinding(name, self._name, counted, parted, repeats, kernels)
+        again = {each.request.id: each.request for each in parted}
+        unsteady = next((id for id, request in again.items() if not self._repeats(request)), None)
+        if unsteady is not None:
+            parted = tuple(sorted(parted, key=lambda each: each.request.id != unsteady))
+        repeats = unsteady is None if parted else None
+        kernels, notes = self._kernels(parted) if parted and repeats else ((), ())
+        return EngineFinding(name, self._name, counted, parted, repeats, kernels, notes)
 
     def _run(self, scenario: Scenario) -> dict[str, Answer]:
         asked = [
@@ -253,14 +262,20 @@ class EngineCheck:
             request, ("", ()), self._run_alone(request), again, exact=self._level == EXACT
         ).equal
 
-    def _kernels(self, parted: Sequence[Difference]) -> tuple[Probe, ...]:
-        """Probes of the sites where requests parted, over every M up to those of the forwards that parted."""
+    def _kernels(self, parted: Sequence[Difference]) -> tuple[tuple[Probe, ...], tuple[str, ...]]:
+        """Probes of the sites where requests parted, over every M up to those of the forwards that parted, and notes."""
         probes = getattr(self._engine, "kernels", None)
         if probes is None:
-            return ()
+            return (), ()
         first = [each.site for each in parted if each.site is not None]
         met = {
             rows for each in first for rows in (each.alone, each.beside) if rows is not None and rows <= _MOST
         }
         dense = range(1, max(_FEW, *(min(rows, _DENSE) for rows in met or {1})) + 1)
-        return tuple(probes(sorted({*dense, *met}), {each.site for each in first} or None))
+        try:
+            return tuple(probes(sorted({*dense, *met}), {each.site for each in first} or None)), ()
+        except Exception as error:
+            # A method of the user's: what parted is to be said whatever it does.
+            return (), (
+                f"what computes the sites is not known: kernels raised {type(error).__name__} ({error})",
+            )

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from detdiff.errors import CheckSettingInvalid, DetdiffError
+from detdiff.errors import CheckSettingInvalid, DetdiffError, EngineFailed
 
 from .asked import Asked
 from .compositions import LAYOUTS_BY_DEFAULT, Composition
@@ -40,10 +40,13 @@ def check_engine(
             why = () if found.identical else found.said()
         except DetdiffError as error:
             why, checked = (str(error),), False
-        tally.compositions += 1
+        if checked:
+            tally.compositions += 1
+            tally.failed += bool(why)
+        else:
+            tally.unchecked += 1
         tally.seconds += time.perf_counter() - started
         if why:
-            tally.failed += 1
             failures.append(
                 Failure(
                     composition.name, "each request alone", composition.written, tuple(why), checked=checked
@@ -88,6 +91,13 @@ def _requests(engine: Engine, asked: Asked, wanted: Sequence[Composition]) -> li
                 f"Prompt {table['prompt'][:40]!r} is text, and the engine {name_of(engine)} has no encode(text) that gives token "
                 "ids. Give prompts as lists of token ids, or the engine that method."
             )
-        tokens = table["tokens"] if encode is None or "tokens" in table else encode(table["prompt"])
-        found.append(EngineRequest(table["id"], tuple(int(token) for token in tokens), asked.max_tokens))
+        try:
+            tokens = table["tokens"] if encode is None or "tokens" in table else encode(table["prompt"])
+            ids = tuple(int(token) for token in tokens)
+        except Exception as error:
+            raise EngineFailed(
+                f"encode of the engine {name_of(engine)} raised {type(error).__name__} ({error}) for the prompt "
+                f"{table['prompt'][:40]!r}; expected its token ids. Correct the engine, or give prompts as lists of token ids."
+            ) from error
+        found.append(EngineRequest(table["id"], ids, asked.max_tokens))
     return found

@@ -16,8 +16,9 @@ from .difference import Compared, Difference
 class EngineFinding:
     """One composition: what was compared, and each request that parted in it.
 
-    ``repeats`` says that a request that parted gives the same again when it is run alone again; None where none parted.
-    ``kernels`` are probes of what computes the sites that parted, where the engine has them.
+    ``repeats`` says that all requests that parted give the same again when they are run alone again; None where none parted,
+    and the first of ``parted`` does not where it is False. ``kernels`` are probes of what computes the sites that parted,
+    where the engine has them, and ``notes`` say what they could not.
     """
 
     composition: str
@@ -26,6 +27,7 @@ class EngineFinding:
     parted: tuple[Difference, ...]
     repeats: bool | None
     kernels: tuple[Probe, ...]
+    notes: tuple[str, ...] = ()
 
     def __bool__(self) -> NoReturn:
         raise TypeError("an EngineFinding has no truth value; ask .identical")
@@ -49,6 +51,7 @@ class EngineFinding:
             drawn = f" ({each.drawn})" if each.drawn else ""
             found.append(f"{escaped(each.request.id)} beside {names}{drawn}: {'; '.join(each.said())}")
         found += [kernel_words(each) for each in self.kernels]
+        found += map(escaped, self.notes)
         # What holds for all of them is said once.
         found += dict.fromkeys(note for each in self.kernels for note in each.notes)
         return found

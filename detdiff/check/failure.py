@@ -26,7 +26,7 @@ class Failure:
     """One composition that is not let through: ``why``, what parted, and what was kept of it.
 
     ``a`` and ``b`` say in a few words what the two runs are. ``more`` are other runs of the composition, by seed and batch,
-    that fail too. ``checked`` is False where it could not be run, and ``why`` says why.
+    that fail too. ``checked`` is False where it could not be run, and ``why`` says why; ``unkept`` says why nothing was kept.
     """
 
     name: str
@@ -38,6 +38,7 @@ class Failure:
     kept: Kept | None = None
     more: tuple[str, ...] = ()
     checked: bool = True
+    unkept: str = ""
 
 
 def failure_text(
@@ -75,7 +76,7 @@ def _failure(failure: Failure, full: bool) -> str:
     page.item(f"{escaped(failure.name)}: ", "" if divergence is None else headline(divergence))
     page.item("  a: ", failure.a)
     page.item("  b: ", failure.b)
-    for why in failure.why:
+    for why in dict.fromkeys(failure.why):
         page.item("  why: " if failure.checked else "  NOT CHECKED: ", why)
     text = page.text()
     if full and failure.verdict is not None:
@@ -94,6 +95,8 @@ def _failure(failure: Failure, full: bool) -> str:
         page.item("  fails too: ", ", ".join(map(escaped, failure.more)))
     if failure.kept is not None:
         page.item("  kept: ", f"{', '.join(failure.kept.names)} in {relative(failure.kept.folder)}")
+    if failure.unkept:
+        page.item("  kept: ", f"nothing, because it could not be written: {escaped(failure.unkept)}")
     return text + page.text() + _commands(failure.kept)
 
 

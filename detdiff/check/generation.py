@@ -108,7 +108,16 @@ def answer(given: Any, request: EngineRequest, engine: str) -> Answer:
         tapped = _rows(tap if isinstance(tap, Tap) else Tap(tap))
         if tapped is None:
             raise refuse(
-                f"rows of {site!r} that do not fit together", "arrays with one row for each position"
+                f"rows of {site!r} that do not fit together",
+                "arrays with one row for each position, and a value at least in each",
+            )
+        last = len(request.tokens) + len(tokens) - 1
+        wrong = next((position for position in tapped.out if not 0 <= position <= last), None)
+        if wrong is not None:
+            # It would be compared with nothing.
+            raise refuse(
+                f"a row of {site!r} at position {wrong}",
+                f"positions of the prompt and of what follows, 0 to {last}",
             )
         taps[str(site)] = tapped
     return Answer(tokens, scores, taps)
@@ -135,7 +144,7 @@ def _rows(tap: Tap) -> Rows | None:
 def _keys(given: Any) -> list[bytes] | None:
     """Dtype and bits of each row."""
     values = _values(given)
-    if values is None or values.data.ndim == 0:
+    if values is None or values.data.ndim == 0 or (len(values.data) and not values.data.size):
         return None
     data = np.ascontiguousarray(values.data)
     return [f"{values.dtype} {row.shape} ".encode() + row.tobytes() for row in data]

@@ -11,21 +11,25 @@ from pathlib import Path
 from typing import Final
 
 from detdiff.compare import Divergence, compare
-from detdiff.errors import DetdiffError, NothingComparable
+from detdiff.errors import CheckSettingInvalid, DetdiffError, NothingComparable
 from detdiff.scenario import Scenario
 from detdiff.trace import Trace
 
 UPDATE: Final = "--detdiff-update"
 _LONGEST: Final = 100
+_STRANGE: Final = re.compile(r"[^\w.=+\- :,\[\]]")
+"""What no test's or composition's own name has."""
 
 
 @dataclass(frozen=True)
 class Golden:
-    """What came of it: ``why`` it fails, empty where it does not, and the divergence from the committed trace."""
+    """What came of it: ``why`` it fails, empty where it does not, the divergence from the committed trace, and whether a new
+    one was written."""
 
     why: tuple[str, ...]
     divergence: Divergence | None = None
     committed: Trace | None = None
+    wrote: bool = False
 
 
 def place(file: Path, test: str, run: str) -> Path:
@@ -34,9 +38,9 @@ def place(file: Path, test: str, run: str) -> Path:
 
 
 def safe(name: str) -> str:
-    """A name that every file system takes, another one for another name as long as they differ in words."""
+    """A name that every file system takes. Names that differ in more than the marks of a test's id stay different."""
     plain = re.sub(r"[^\w.=+-]+", "-", name).strip("-.") or "unnamed"
-    if len(plain) <= _LONGEST:
+    if len(plain) <= _LONGEST and not _STRANGE.search(name):
         return plain
     return f"{plain[:_LONGEST]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
 
@@ -58,7 +62,8 @@ def check(path: Path, run: Trace, *, update: bool, shown: str) -> Golden:
             (
                 f"there was no golden trace, and {shown} was written; look at what the test ran, commit it, and run the test "
                 "again",
-            )
+            ),
+            wrote=True,
         )
     try:
         committed = Trace.open(path, checked=True)
@@ -81,16 +86,29 @@ def _changed(path: Path, run: Trace, update: bool, shown: str, found: Golden) ->
         )
     _put(run, path)
     return Golden(
-        (f"{shown} was rewritten; commit it, and run the test again without {UPDATE}",), found.divergence
+        (f"{shown} was rewritten; commit it, and run the test again without {UPDATE}",),
+        found.divergence,
+        wrote=True,
     )
 
 
 def _put(run: Trace, path: Path) -> None:
-    """Copy a trace into place whole: whoever looks meanwhile sees the old one, none, or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = path.with_name(f".{path.name}-{os.getpid()}")
-    shutil.rmtree(fresh, ignore_errors=True)
-    shutil.copytree(run.path, fresh)
-    if path.exists():
-        shutil.rmtree(path)
-    fresh.rename(path)
+    """Copy a trace into place whole: whoever looks meanwhile sees the old one, none, or the new one.
+
+    Raises CheckSettingInvalid where it cannot be written there.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fresh = path.with_name(f".{path.name}-{os.getpid()}")
+        shutil.rmtree(fresh, ignore_errors=True)
+        shutil.copytree(run.path, fresh)
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+        fresh.rename(path)
+    except OSError as error:
+        raise CheckSettingInvalid(
+            f"The golden trace could not be written ({error}); expected a folder that can be, beside the test file and named "
+            "after it. Make room for it."
+        ) from None

@@ -6,11 +6,12 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
 from detdiff.compare import Divergence, compare
-from detdiff.errors import DetdiffError
+from detdiff.errors import DetdiffError, NothingToCheck
 from detdiff.explain import Control, Verdict
 from detdiff.scenario import Scenario
 from detdiff.scenario_parts import LAYOUTS
@@ -54,11 +55,13 @@ class Seen:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a check runs: the test's file and name, and whether golden traces are to be rewritten."""
+    """Where a check runs: the test's file and name, whether golden traces are to be rewritten, and those that this session
+    has ``written``."""
 
     file: Path
     test: str
     update: bool
+    written: set[Path]
 
 
 class ModelCheck:
@@ -96,9 +99,12 @@ class ModelCheck:
                     checked=False,
                 )
             self.tally.seconds += time.perf_counter() - started
-            self.tally.compositions += 1
+            if failure is None or failure.checked:
+                self.tally.compositions += 1
+                self.tally.failed += failure is not None
+            else:
+                self.tally.unchecked += 1
             if failure is not None:
-                self.tally.failed += 1
                 found.append(failure)
         return found
 
@@ -106,15 +112,22 @@ class ModelCheck:
         base = self._asked.base(self._subject.name, self._requests, composition.layout or LAYOUTS[0])
         failed: Failure | None = None
         more: list[str] = []
+        together = composition.alone or self._asked.level == GOLDEN
         for run in self._runs(composition, base):
             seen = self._seen(run, base)
             self._count(seen)
+            together = together or _together(seen.b)
             if not seen.ruling.passes:
                 if failed is None:
                     failed = self._failure(composition, run, base, seen)
                 else:
                     more.append(run.name)
             shutil.rmtree(seen.b.path, ignore_errors=True)
+        if failed is None and not together:
+            raise NothingToCheck(
+                "No two requests were served at a time: each had ended when the next one came, so that this composition did not "
+                "happen. Let them generate more tokens (max_tokens), or arrive closer to each other."
+            )
         return None if failed is None else replace(failed, more=tuple(more))
 
     def _runs(self, composition: Composition, base: Scenario) -> Iterator[Run]:
@@ -166,6 +179,13 @@ class ModelCheck:
         made = self._recorded.run(self._subject, golden.portable(run.scenario))
         path = golden.place(self._place.file, self._place.test, run.name)
         found = golden.check(path, made, update=self._place.update, shown=relative(path))
+        if not found.why and path in self._place.written:
+            # A plugin that runs failed tests once more must not make a pass of it.
+            found = replace(
+                found, why=(f"{relative(path)} was written by this very session; run the test again",)
+            )
+        if found.wrote:
+            self._place.written.add(path)
         return Seen(found.committed, made, found.divergence, Ruling(found.why))
 
     def _count(self, seen: Seen) -> None:
@@ -191,15 +211,31 @@ class ModelCheck:
         alone = replace(base, requests=tuple(r for r in base.requests if r.id in run.ids))
         scenarios = (alone, run.scenario) if self._subject.again and compared else ()
         part = run.name.removeprefix(composition.name).strip(", ")
-        kept = self._keeper.keep(composition.name, part, seen.a, seen.b, scenarios)
         verdict = self._verdict(seen.a, seen.b) if self._asked.explain and compared else None
-        kept = write_report(kept, seen.a, seen.b, seen.divergence, verdict)
-        return replace(failure, verdict=verdict, kept=kept)
+        failure = replace(failure, verdict=verdict)
+        try:
+            kept = self._keeper.keep(composition.name, part, seen.a, seen.b, scenarios)
+            kept = write_report(kept, seen.a, seen.b, seen.divergence, verdict)
+        except OSError as error:
+            # What was found is to be said, whatever the disk or another session at the same place does.
+            return replace(failure, unkept=str(error))
+        return replace(failure, kept=kept)
 
     def _verdict(self, a: Trace, b: Trace) -> Verdict:
         from detdiff.explain import explain
 
         return explain(a, b, loaded=self._subject.loaded)
+
+
+def _together(trace: Trace) -> bool:
+    """Whether two requests at least were served at a time, if not in one forward."""
+    spans: dict[int, tuple[int, int]] = {}
+    for number, forward in enumerate(trace.forwards()):
+        for row in forward["rows"]:
+            first, _ = spans.get(row["request"], (number, number))
+            spans[row["request"]] = first, number
+    ordered = sorted(spans.values())
+    return any(later[0] <= earlier[1] for earlier, later in pairwise(ordered))
 
 
 def _said(composition: Composition) -> str:

@@ -64,11 +64,10 @@ class Keeper:
         return Kept(folder, tuple(names), tuple(_commands(folder, bool(scenarios))))
 
     def _ignored(self) -> None:
-        """What is kept is nobody's to commit."""
+        """What is kept is nobody's to commit. A folder that holds other things stays as it is."""
         self._root.mkdir(parents=True, exist_ok=True)
-        note = self._root / ".gitignore"
-        if not note.exists():
-            note.write_text("*\n", encoding="utf-8")
+        if not any(self._root.iterdir()):
+            (self._root / ".gitignore").write_text("*\n", encoding="utf-8")
 
 
 def relative(path: Path) -> str:

@@ -111,6 +111,14 @@ def examine_op(
         )
     if dtype not in DTYPES:
         raise CheckSettingInvalid(f"dtype is {dtype!r}; expected one of {', '.join(DTYPES)}.")
+    if not isinstance(rows, Iterable):
+        raise CheckSettingInvalid(
+            f"rows are {rows!r}; expected text such as '1..8', or a list of numbers. Write them so."
+        )
+    if type(seeds) is not int:
+        raise CheckSettingInvalid(
+            f"seeds is {seeds!r}; expected how many draws of rows, such as {SEEDS}. Give a number."
+        )
     swept = rows if isinstance(rows, str) else tuple(rows)
     if not swept:
         raise NothingToCheck("There are no rows, so that nothing would be checked. Write them as 1..8.")

@@ -15,7 +15,7 @@ else:
 _MODULE = "builtins"
 
 
-class _WithNotes(Failed, AssertionError):
+class _WithNotes(Failed):
     """What hypothesis notes of the example that failed belongs to the text."""
 
     __module__ = _MODULE
@@ -27,13 +27,13 @@ class _WithNotes(Failed, AssertionError):
         return "\n".join([self.msg or "", *getattr(self, "__notes__", ())])
 
 
-class NotInvariant(_WithNotes):
+class NotInvariant(_WithNotes, AssertionError):
     """A composition is not let through at its level. An AssertionError for whoever catches it, a plain text for pytest."""
 
     __module__ = _MODULE
 
 
 class NotChecked(_WithNotes):
-    """Nothing was checked, or not all of what was asked for, which is never a pass."""
+    """Nothing was checked, or not all of what was asked for, which is never a pass: not where a failure is expected, either."""
 
     __module__ = _MODULE

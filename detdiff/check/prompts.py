@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 from detdiff.errors import CheckSettingInvalid, DetdiffError, NothingToCheck
@@ -34,6 +34,11 @@ def requests(
     prompts = default(encode, vocabulary, max(least, BY_DEFAULT)) if given is None else given
     if isinstance(prompts, str):
         prompts = [prompts]
+    if not isinstance(prompts, Iterable):
+        raise CheckSettingInvalid(
+            f"prompts are {prompts!r}; expected a list of texts or of lists of token ids. Give one."
+        )
+    prompts = list(prompts)
     if not len(prompts):
         raise NothingToCheck(
             "There are no prompts, so that nothing would be checked. Give one at least, or leave prompts out."

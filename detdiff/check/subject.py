@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ class Subjects:
 
     def __init__(self) -> None:
         self._named: dict[str, Subject] = {}
-        self._objects: dict[int, tuple[weakref.ref[Any], dict[Any, Any], object]] = {}
+        self._objects: dict[int, tuple[weakref.ref[Any], object]] = {}
 
     def of(self, model: Any) -> Subject:
         """The subject for a path, hub id or ``builtin``, a LoadedModel, or the pair that ``mlx_lm.load`` gives.
@@ -48,7 +48,8 @@ class Subjects:
             return self._by_name(str(model))
         if isinstance(model, LoadedModel):
             name = str(model.identity.get("name") or model.path.name or "model")
-            return Subject(model, name, False, self._known(model.model)[1])
+            # Whoever owns an object may have changed its weights, and what kernels made of them before would hide that.
+            return Subject(replace(model, staged={}), name, False, self._known(model.model))
         if isinstance(model, tuple | list) and len(model) in (2, 3) and _is_module(model[0]):
             return self._pair(model[0], model[1])
         what = "an mlx module without its tokenizer" if _is_module(model) else f"a {type(model).__name__}"
@@ -74,16 +75,16 @@ class Subjects:
         config = dict(vars(module.args)) if hasattr(getattr(module, "args", None), "__dict__") else {}
         kind = str(getattr(module, "model_type", None) or type(module).__module__.rpartition(".")[2])
         identity = {"name": kind, "model_type": kind, "vocab_size": config_value(config, "vocab_size")}
-        staged, key = self._known(module)
-        return Subject(LoadedModel(module, tokenizer, Path(kind), identity, config, staged), kind, False, key)
+        loaded = LoadedModel(module, tokenizer, Path(kind), identity, config)
+        return Subject(loaded, kind, False, self._known(module))
 
-    def _known(self, module: Any) -> tuple[dict[Any, Any], object]:
-        """What reference kernels made of an object's weights, and its key; both go when the object does."""
+    def _known(self, module: Any) -> object:
+        """An object's key, which goes when the object does."""
         found = self._objects.get(id(module))
         if found is None or found[0]() is not module:
-            found = (weakref.ref(module, _forget(self._objects, id(module))), {}, object())
+            found = (weakref.ref(module, _forget(self._objects, id(module))), object())
             self._objects[id(module)] = found
-        return found[1], found[2]
+        return found[1]
 
 
 def _forget(objects: dict[int, Any], id_: int) -> Callable[[Any], None]:

@@ -12,13 +12,14 @@ class Tally:
     """Sums over the checks of a session, or of one worker of it.
 
     ``compositions`` are schedules in layouts, ``rows`` compared down to their bits in ``sites`` (by model), ``tokens`` generated
-    and compared, ``operations`` functions that were checked, ``failed`` those of either that failed. ``skipped`` counts marked
-    tests that were skipped.
+    and compared, ``operations`` functions that were checked, ``failed`` those of either that failed. ``unchecked`` counts
+    compositions and calls that could not be checked, ``skipped`` marked tests that were skipped.
     """
 
     compositions: int = 0
     operations: int = 0
     failed: int = 0
+    unchecked: int = 0
     rows: int = 0
     tokens: int = 0
     seconds: float = 0.0
@@ -27,7 +28,7 @@ class Tally:
 
     @property
     def empty(self) -> bool:
-        return not (self.compositions or self.operations or self.skipped)
+        return not (self.compositions or self.operations or self.unchecked or self.skipped)
 
     def add(self, other: Tally) -> None:
         """Add what another worker checked."""
@@ -53,8 +54,9 @@ class Tally:
             for n, noun in ((self.compositions, "composition"), (self.operations, "operation"))
             if n
         ]
-        if checked:
-            yield f"{' and '.join(checked)} checked, {_failed(self.failed)}, {self.seconds:.1f} s"
+        if checked or self.unchecked:
+            lacking = f", {self.unchecked:,} NOT CHECKED" if self.unchecked else ""
+            yield f"{' and '.join(checked) or 'nothing'} checked, {_failed(self.failed)}{lacking}, {self.seconds:.1f} s"
         if self.compositions:
             yield (
                 f"{_count(self.rows, 'row')} at {_count(sum(self.sites.values()), 'site')} of "

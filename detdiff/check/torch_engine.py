@@ -157,5 +157,5 @@ def _torch() -> Any:
     except ImportError as error:
         raise TorchMissing(
             f"A TransformersEngine needs torch and transformers ({' '.join(str(error).split())}). Install them: "
-            "pip install 'detdiff[torch]'."
+            "pip install '.[torch]'."
         ) from error

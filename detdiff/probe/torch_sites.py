@@ -120,7 +120,7 @@ def load_torch(directory: Path) -> Any:
     except ImportError as error:
         raise TorchMissing(
             f"A model in torch needs torch and transformers ({' '.join(str(error).split())}). Install them: "
-            "pip install 'detdiff[torch]'."
+            "pip install '.[torch]'."
         ) from error
     bars = transformers.utils.logging
     shown = bars.is_progress_bar_enabled()

@@ -175,6 +175,8 @@ def test_torch_modules_and_functions_are_given_its_arrays() -> None:
         ({"rows": []}, NothingToCheck, "There are no rows"),
         ({"rows": "1"}, ProbeRowsInvalid, "takes 2 to 256"),
         ({"seeds": 1}, ProbeRowsInvalid, "Ask for 2 or more"),
+        ({"seeds": [1, 2]}, CheckSettingInvalid, r"seeds is \[1, 2\]; expected how many"),
+        ({"rows": 5}, CheckSettingInvalid, "rows are 5; expected text"),
         ({"shapes": 0}, CheckSettingInvalid, "A shape of a row is 0"),
         ({"shapes": [(2, 0)]}, CheckSettingInvalid, r"A shape of a row is \(2, 0\)"),
         ({"dtype": "int8"}, CheckSettingInvalid, "dtype is 'int8'"),

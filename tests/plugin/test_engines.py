@@ -303,3 +303,48 @@ def test_importing_a_check_of_ones_own_loads_no_model_library(module: str) -> No
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "set()", done.stderr
+
+
+@pytest.mark.parametrize(
+    "taps, error, words",
+    [
+        ({"a": np.zeros((0, 2), np.float32)}, NothingToCheck, "taps without a row"),
+        ({"a": np.zeros((3, 0), np.float32)}, EngineAnswerInvalid, "a value at least in each"),
+        ({"a": Tap(np.zeros((1, 2), np.float32), positions=[7])}, EngineAnswerInvalid, "at position 7"),
+        ({"a": Tap(np.zeros((1, 2), np.float32), positions=[-1])}, EngineAnswerInvalid, "at position -1"),
+    ],
+    ids=["no rows", "no values", "after the end", "before the start"],
+)
+def test_taps_that_would_be_compared_with_nothing_are_refused(
+    taps: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        check_engine(
+            lambda requests: [Generation(tokens(each), None, taps) for each in requests],
+            REQUESTS,
+            ["static:2"],
+        )
+
+
+def test_any_request_that_does_not_repeat_is_said_not_to() -> None:
+    calls: list[int] = []
+
+    def generate(requests: Sequence[EngineRequest]) -> list[list[int]]:
+        calls.append(1)
+        return [[len(requests) if each.id == "r0" else len(calls)] * each.max_tokens for each in requests]
+
+    (found,) = check_engine(generate, REQUESTS[:2], ["static:2"])
+    assert found.repeats is False and {each.request.id for each in found.parted} == {"r0", "r1"}
+    assert found.said()[0].startswith("r1 alone gives other bits each time")
+
+
+def test_probes_that_fail_do_not_hide_what_parted() -> None:
+    class Failing(Rich):
+        def kernels(self, rows: Any, sites: Any) -> Any:
+            raise OSError("no such device")
+
+    engine = Failing(
+        lambda found, m: Generation([1] * len(found.tokens), found.log_probabilities, found.taps)
+    )
+    (found,) = check_engine(engine, REQUESTS[:2], ["static:2"])
+    assert found.parted and any("kernels raised OSError (no such device)" in line for line in found.said())

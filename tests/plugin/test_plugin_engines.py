@@ -66,6 +66,16 @@ def test_what_an_engine_cannot_be_told_is_refused(run: Run) -> None:
         assert words in text_of(result) and "NotChecked: " in text_of(result)
 
 
+def test_prompts_that_an_engine_cannot_encode_are_refused(run: Run) -> None:
+    text = ENGINE + (
+        "class Failing(Counting):\n    def encode(self, text):\n        return {}[text]\n"
+        "def test_it(batch_invariance):\n    batch_invariance.check(Failing(), ['a', 'b'], schedules='static:2')\n"
+    )
+    result = run(text)
+    result.assert_outcomes(failed=1)
+    assert "encode of the engine counting raised KeyError ('a')" in text_of(result)
+
+
 OPS = """
 import numpy as np
 import pytest

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from conftest import Run, text_of
 
+from detdiff.check.golden import place
 from detdiff.trace import Trace
 
 TEXT = """
@@ -96,3 +97,29 @@ def test_another_model_is_not_the_golden_trace(pytester: pytest.Pytester, run: R
     failed = run(text.format(model="builtin-draft"))
     failed.assert_outcomes(failed=1)
     assert "traces are of different models" in text_of(failed)
+
+
+def test_a_file_where_it_belongs_is_said_and_replaced(
+    pytester: pytest.Pytester, run: Run, again: Run
+) -> None:
+    folder = pytester.path / "test_it"
+    folder.write_text("")
+    result = run(TEXT.format(planted=""))
+    result.assert_outcomes(failed=1)
+    assert "NOT CHECKED: The golden trace could not be written (" in text_of(result)
+    folder.unlink()
+    (folder / "test_it").mkdir(parents=True)
+    (pytester.path / PLACE).write_text("")
+    result = again("--detdiff-update")
+    result.assert_outcomes(failed=1)
+    assert "was rewritten; commit it" in text_of(result)
+    again().assert_outcomes(passed=1)
+
+
+def test_names_that_differ_have_golden_traces_of_their_own() -> None:
+    file = Path("test_it.py")
+    names = ["test_it[a/b]", "test_it[a-b]", "test_it[a*b]"]
+    assert len({place(file, name, "static:2-packed") for name in names}) == 3
+    assert place(file, "TestIt::test_it", "static:2-packed, batch 0") == Path(
+        "test_it/TestIt-test_it/static-2-packed-batch-0"
+    )

@@ -111,6 +111,23 @@ def test_a_test_that_passes_again_keeps_nothing(pytester: pytest.Pytester, run: 
     assert not kept.exists()
 
 
+def test_a_failure_is_said_where_nothing_can_be_kept(pytester: pytest.Pytester, run: Run) -> None:
+    (pytester.path / "taken").write_text("a file")
+    result = run(SWITCHED, "--detdiff-report-dir", "taken")
+    result.assert_outcomes(failed=1)
+    said = text_of(result)
+    assert "kept: nothing, because it could not be written: " in said and "run: detdiff" not in said
+    assert "birth: embed_tokens.as_linear (head, outside the layers), position 7" in said
+
+
+def test_a_folder_that_holds_other_things_is_not_ignored(pytester: pytest.Pytester, run: Run) -> None:
+    (pytester.path / "mine").mkdir()
+    (pytester.path / "mine" / "file").write_text("")
+    run(SWITCHED, "--detdiff-report-dir", "mine")
+    assert (pytester.path / "mine" / "test_it.py" / "test_answers" / "static-2-packed").is_dir()
+    assert not (pytester.path / "mine" / ".gitignore").exists()
+
+
 def test_the_whole_report_comes_with_vv(run: Run) -> None:
     short, full = run(SWITCHED).stdout.str(), run(SWITCHED, "-vv").stdout.str()
     for words in ("note: recording was checked", "origins: ", "smallest margins of equal tokens"):
@@ -225,6 +242,32 @@ def test_planted_again(planted, batch_invariance):
         batch_invariance.check(MODEL, schedules="static:2", layouts="padded", max_tokens=3)
 """
     run(text).assert_outcomes(passed=3)
+
+
+@pytest.mark.parametrize("given", ["made", "(made.model, made.tokenizer)"])
+def test_a_model_that_changed_is_run_with_its_own_weights(run: Run, given: str) -> None:
+    text = f"""
+from tiny import tiny
+
+SAME = dict(prompts=[[1, 2, 3], [4, 5]], schedules="static:2", layouts="packed", kernels="batch-invariant", max_tokens=3)
+
+def test_it(batch_invariance, monkeypatch):
+    from detdiff.check import base
+    from detdiff.compare import compare
+
+    runs = []
+    record = base.record
+    monkeypatch.setattr(base, "record", lambda *args, **kw: runs.append(record(*args, **kw)) or runs[-1])
+    made = tiny("llama")
+    batch_invariance.check({given}, **SAME)
+    layer = made.model.layers[0].mlp.down_proj
+    layer.weight = layer.weight * 2
+    batch_invariance.check({given}, **SAME)
+    before, after, *_ = (each for each in runs if each.scenario["schedule"] == "serial")
+    sites = [request.origin.site for request in compare(before, after).requests]
+    assert sites and all("mlp.down_proj" in str(site) for site in sites)
+"""
+    run(text).assert_outcomes(passed=1)
 
 
 def test_what_mlx_lm_load_gives_is_checked(run: Run) -> None:

@@ -36,6 +36,20 @@ MARK = "import pytest\n@pytest.mark.batch_invariant({})\ndef test_it(): pass\n"
         ("'nowhere/to be found'", "nowhere/to be found"),
         ("tiny('llama').model", "An mlx module without its tokenizer cannot be checked"),
         ("42", "A int cannot be checked; expected a model's path or hub id"),
+        ("'builtin', schedules=3", "schedules are 3; expected text, or a list of texts"),
+        ("'builtin', layouts=3", "layouts are 3; expected text, or a list of texts"),
+        ("'builtin', prompts=3", "prompts are 3; expected a list of texts"),
+        ("'builtin', seeds=1.5", "seeds are [1.5]; expected whole numbers"),
+        ("'builtin', schedules='static:2 model=other'", "sets model, which the check decides"),
+        ("'builtin', settings={'chat': True}", "there is no key 'settings' here"),
+        (
+            "'builtin', [[1], [2]], schedules='continuous:2', max_tokens=1",
+            "No two requests were served at a time",
+        ),
+        (
+            "'builtin', [[1], [2]], schedules='continuous arrivals=0,9', max_tokens=2",
+            "No two requests were served at a time",
+        ),
     ],
 )
 def test_a_call_that_would_check_nothing_or_something_else_fails(
@@ -118,6 +132,24 @@ def test_a_test_whose_body_fails_is_not_checked_and_not_passed(run: Run) -> None
 def test_a_failed_check_can_be_expected(run: Run) -> None:
     text = (
         "import pytest\nfrom tiny import tiny\n@pytest.mark.xfail(raises=AssertionError, strict=True)\n"
-        "def test_it(batch_invariance):\n    batch_invariance.check(tiny('llama'), schedules=())\n"
+        "@pytest.mark.parametrize('schedules', ['static:2', ()], ids=['checked', 'nothing'])\n"
+        "def test_it(batch_invariance, schedules):\n"
+        "    batch_invariance.check(tiny('llama'), schedules=schedules, kernels='candle-metal', max_tokens=3)\n"
     )
-    run(text).assert_outcomes(xfailed=1)
+    run(text).assert_outcomes(xfailed=1, failed=1)
+
+
+def test_what_was_not_checked_is_counted_apart(run: Run) -> None:
+    text = (
+        "def test_it(batch_invariance):\n"
+        "    batch_invariance.check('builtin', [[1, 2], [3]], schedules='static:2,static:3', layouts='packed', max_tokens=2)\n"
+        "def test_op(batch_invariance):\n    batch_invariance.check_op(lambda x: x[:1], shapes=4)\n"
+    )
+    result = run(text)
+    result.assert_outcomes(failed=2)
+    assert "1 composition checked, none failed, 2 NOT CHECKED, " in text_of(result)
+
+
+def test_a_size_of_one_is_served_one_after_the_other(run: Run) -> None:
+    result = run(CALL.format("'builtin', [[1], [2]], schedules='static:1,continuous:1', max_tokens=1"))
+    result.assert_outcomes(passed=1)

@@ -215,3 +215,8 @@ def test_strategies_load_no_model_library() -> None:
     program = "import sys, detdiff.strategies; print({'mlx', 'numba', 'torch'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "set()"
+
+
+@given(schedules(kinds="continuous", layouts="packed"))
+def test_one_kind_and_one_layout_may_be_a_text(schedule: Schedule) -> None:
+    assert (schedule.kind, schedule.layout) == ("continuous", "packed")
