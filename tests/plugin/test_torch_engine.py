@@ -171,5 +171,5 @@ def test_a_transformers_model_needs_no_wrapping_and_what_it_cannot_do_is_said(to
 
 def test_without_torch_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(TorchMissing, match=r"pip install 'detdiff\[torch\]'"):
+    with pytest.raises(TorchMissing, match=r"pip install '\.\[torch\]'"):
         TransformersEngine(object())
