@@ -32,17 +32,23 @@ def sentence(divergence: Divergence | None, verdict: Verdict | None) -> str:
 
 
 def _enough(verdict: Verdict | None) -> str:
-    """The smallest set of path changes that still gives what was looked at; the first origin need not be in it."""
+    """The smallest set of path changes that still gives a flip; the first origin need not be in it."""
     relax = None if verdict is None else verdict.control("relax")
     if relax is None or relax.result != "smallest":
         return ""
     found, of = relax.detail.get("smallest"), relax.detail.get("effective")
-    if not isinstance(found, list | tuple) or not found or not isinstance(found[0], Mapping):
+    target = str(relax.detail.get("target", ""))
+    if (
+        not target.startswith("the flip")
+        or not isinstance(found, list | tuple)
+        or not found
+        or not isinstance(found[0], Mapping)
+    ):
         return ""
-    site, forward, target = found[0].get("site"), found[0].get("forward"), relax.detail.get("target", "it")
+    site, forward = found[0].get("site"), found[0].get("forward")
     enough = "is enough" if len(found) == 1 else "are enough"
     first = "at" if len(found) == 1 else "first at"
-    return f"; of {of} path changes {len(found)} {enough} for {named(str(target))}, {first} {named(str(site))} in forward {forward}"
+    return f"; of {of} path changes {len(found)} {enough} for {named(target)}, {first} {named(str(site))} in forward {forward}"
 
 
 def _parted(divergence: Divergence) -> str:
