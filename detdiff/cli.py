@@ -368,6 +368,8 @@ def report(files: tuple[Path, ...], why: bool, budget: int | None, **options: An
     """
     from detdiff.commands import report as reports
     from detdiff.commands.outputs import Wanted, check
+    from detdiff.report.report_json import report_json_text
+    from detdiff.report.terminal import report_text
 
     if len(files) > 2:
         raise click.UsageError(f"report takes two files at most, and there are {len(files)}.")
@@ -386,13 +388,13 @@ def report(files: tuple[Path, ...], why: bool, budget: int | None, **options: An
     with reports.reported(asked, how_far, _progress) as made:
         written = reports.write(made, wanted)
         if ctx_json():
-            click.echo(reports.as_json(made), nl=False)
+            click.echo(report_json_text(made.report), nl=False)
         elif written:
             click.echo(made.report.headline)
             for path in written:
                 click.echo(f"  {path}")
         else:
-            click.echo(reports.as_text(made, _width(), colour=_colourful()), nl=False)
+            click.echo(report_text(made.report, width=_width(), colour=_colourful()), nl=False)
 
 
 def ctx_json() -> bool:

@@ -34,6 +34,16 @@ def run(*arguments: str | Path, environment: Mapping[str, str] | None = None) ->
     return CliRunner().invoke(main, [str(argument) for argument in arguments], env=environment)
 
 
+def recorded_pair(folder: Path, *changes: str) -> Path:
+    """``folder`` with SCENARIO and its traces a (serial) and b (continuous); ``changes`` are arguments of both recordings."""
+    (folder / "scenario.toml").write_text(SCENARIO)
+    for name, schedule in (("a", "serial"), ("b", "continuous")):
+        own = ("--set", f"schedule={schedule}", *changes)
+        result = run("record", folder / "scenario.toml", "-o", folder / name, *own)
+        assert result.exit_code == 0, result.output
+    return folder
+
+
 def paragraph(result: Result, code: int = 2) -> str:
     """The error that a command ended with: one paragraph, its line breaks undone."""
     assert result.exit_code == code, result.output

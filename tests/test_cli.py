@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from click.testing import Result
-from command_line import FLAGS, PROMPTS, SCENARIO, flags, paragraph, run
+from command_line import FLAGS, PROMPTS, SCENARIO, flags, paragraph, recorded_pair, run
 from plugins.small_gguf import small_gguf
 from plugins.small_models import write_directory
 
@@ -31,12 +31,7 @@ def scenario(tmp_path: Path) -> Path:
 @pytest.fixture(scope="module")
 def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with the traces a (serial) and b (continuous) of one scenario."""
-    folder = tmp_path_factory.mktemp("traces")
-    (folder / "scenario.toml").write_text(SCENARIO)
-    for name, schedule in (("a", "serial"), ("b", "continuous")):
-        result = run("record", folder / "scenario.toml", "-o", folder / name, "--set", f"schedule={schedule}")
-        assert result.exit_code == 0, result.output
-    return folder
+    return recorded_pair(tmp_path_factory.mktemp("traces"))
 
 
 # What works.

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import FLAGS, PROMPTS, SCENARIO, flags, paragraph, run
+from command_line import FLAGS, PROMPTS, SCENARIO, flags, paragraph, recorded_pair, run
 
 from detdiff.explain import ORDER
 from detdiff.report import from_json
@@ -32,12 +32,7 @@ def sides(*more: str) -> list[str]:
 @pytest.fixture(scope="module")
 def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with the traces a (serial) and b (continuous) of one scenario."""
-    folder = tmp_path_factory.mktemp("traces")
-    (folder / "scenario.toml").write_text(SCENARIO)
-    for name, schedule in (("a", "serial"), ("b", "continuous")):
-        result = run("record", folder / "scenario.toml", "-o", folder / name, "--set", f"schedule={schedule}")
-        assert result.exit_code == 0, result.output
-    return folder
+    return recorded_pair(tmp_path_factory.mktemp("traces"))
 
 
 @pytest.fixture(scope="module")

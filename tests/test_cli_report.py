@@ -10,7 +10,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from command_line import FLAGS, PROMPTS, SCENARIO, flags, paragraph, run
+from command_line import FLAGS, PROMPTS, flags, paragraph, recorded_pair, run
 
 from detdiff.report.saved import read_saved
 from detdiff.trace import Trace
@@ -19,12 +19,7 @@ from detdiff.trace import Trace
 @pytest.fixture(scope="module")
 def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with the traces a (serial) and b (continuous) of one scenario, and values in both."""
-    folder = tmp_path_factory.mktemp("traces")
-    (folder / "scenario.toml").write_text(SCENARIO)
-    for name, schedule in (("a", "serial"), ("b", "continuous")):
-        changes = ("--set", f"schedule={schedule}", "--capture", "full", "--set", "lens=true")
-        assert run("record", folder / "scenario.toml", "-o", folder / name, *changes).exit_code == 0
-    return folder
+    return recorded_pair(tmp_path_factory.mktemp("traces"), "--capture", "full", "--set", "lens=true")
 
 
 def test_without_a_format_it_goes_to_the_terminal(traces: Path) -> None:

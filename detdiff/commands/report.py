@@ -229,27 +229,17 @@ def _drawn(made: Made, folder: Path) -> dict[str, str]:
 
 def kept_pair(asked: Asked) -> Asked:
     """A single directory with the traces a and b, as --keep makes it, is those two."""
-    if len(asked.files) == 1:
-        pair = tuple(asked.files[0] / side for side in "ab")
-        if not (asked.files[0] / HEADER).exists() and all((path / HEADER).is_file() for path in pair):
-            return replace(asked, files=pair)
+    if len(asked.files) == 1 and not (asked.files[0] / HEADER).exists():
+        return replace(asked, files=pair_in(asked.files[0]) or asked.files)
     return asked
+
+
+def pair_in(folder: Path) -> tuple[Path, Path] | None:
+    """The traces a and b of a directory, or None where they are not there."""
+    pair = folder / "a", folder / "b"
+    return pair if all((path / HEADER).is_file() for path in pair) else None
 
 
 def is_folder(asked: Asked) -> bool:
     """Whether one directory was named that is no trace: a folder of comparisons."""
     return len(asked.files) == 1 and asked.files[0].is_dir() and not (asked.files[0] / HEADER).exists()
-
-
-def as_text(made: Made, width: int, *, colour: bool) -> str:
-    """The report for a terminal of ``width`` characters."""
-    from detdiff.report.terminal import report_text
-
-    return report_text(made.report, width=width, colour=colour)
-
-
-def as_json(made: Made) -> str:
-    """The report as JSON text."""
-    from detdiff.report.report_json import report_json_text
-
-    return report_json_text(made.report)

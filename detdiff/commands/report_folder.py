@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from detdiff.commands.outputs import Wanted, check, put
-from detdiff.commands.report import Made, Why, how_to_run, opened_answer, write
+from detdiff.commands.report import Made, Why, how_to_run, opened_answer, pair_in, write
 from detdiff.commands.sides import Asked
 from detdiff.compare import compare, series
 from detdiff.errors import CommandError, DetdiffError
@@ -15,7 +15,6 @@ from detdiff.report.index import Entry, index_html, index_text
 from detdiff.report.saved import read_saved
 from detdiff.report.words import escaped
 from detdiff.trace import Trace
-from detdiff.trace.header import HEADER
 
 
 def gathered(asked: Asked, why: Why, wanted: Wanted, width: int) -> list[str]:
@@ -76,7 +75,7 @@ def _found(folder: Path, index: Path | None) -> Iterator[tuple[str, Path]]:
     taken = {"index" if index is None else index.stem.lower()}
     for path in sorted(folder.iterdir()):
         answer = path.is_file() and path.suffix == ".json"
-        if answer or all((path / side / HEADER).is_file() for side in "ab"):
+        if answer or pair_in(path) is not None:
             stem = path.stem if answer else path.name
             name, number = stem, 2
             while name.lower() in taken:

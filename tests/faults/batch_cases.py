@@ -20,6 +20,11 @@ from detdiff.scenario import Scenario
 Call = Callable[..., Any]
 
 
+def served(seed: int, **keys: Any) -> tuple[Scenario, Scenario]:
+    """The same requests one after the other, and as one batch."""
+    return scenario(seed, **keys), scenario(seed, "static", **keys)
+
+
 def neighbour_leak(seed: int) -> Trial:
     """A millionth of row 1's newest key is added to row 0's, before the next row reads it; once."""
     draw = random.Random(f"leak {seed}")
@@ -34,8 +39,7 @@ def neighbour_leak(seed: int) -> Trial:
         return native(x, mask, cache)
 
     return Trial(
-        scenario(seed),
-        scenario(seed, "static"),
+        *served(seed),
         of,
         Expected(
             frozenset({"r0"}),
@@ -76,8 +80,7 @@ def masked_row(seed: int) -> Trial:
         return planted
 
     return Trial(
-        scenario(seed),
-        scenario(seed, "static"),
+        *served(seed),
         of,
         # The padding's NaN is in the next layer's V, which no weight of zero makes harmless.
         Expected(
@@ -104,8 +107,7 @@ def masked_value(seed: int) -> Trial:
         return native(x, mask, cache)
 
     return Trial(
-        scenario(seed),
-        scenario(seed, "static"),
+        *served(seed),
         of,
         Expected(
             frozenset({"r0"}),
@@ -136,8 +138,7 @@ def lost_rows(seed: int) -> Trial:
 
     ropes = [layer.self_attn.rope for layer in of.model.model.layers]
     return Trial(
-        scenario(seed),
-        scenario(seed, "static"),
+        *served(seed),
         of,
         Expected(
             frozenset({"r1", "r2"}),
@@ -165,8 +166,7 @@ def unwritten_columns(seed: int) -> Trial:
 
     # Prompts that alone are more than seven rows, so that only decode rows of the batch are few enough.
     return Trial(
-        scenario(seed, lengths=(12, 9, 40)),
-        scenario(seed, "static", lengths=(12, 9, 40)),
+        *served(seed, lengths=(12, 9, 40)),
         of,
         Expected(
             frozenset({"r0", "r1", "r2"}),
@@ -193,8 +193,7 @@ def shared_position(seed: int) -> Trial:
         return planted
 
     return Trial(
-        scenario(seed),
-        scenario(seed, "static"),
+        *served(seed),
         of,
         Expected(
             frozenset({"r1", "r2"}),
