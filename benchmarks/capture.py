@@ -15,9 +15,9 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.generate import BatchGenerator, generate_step
 
-from detdiff.engine import RecordOptions, record
-from detdiff.engine.work import prepare
-from detdiff.model import LoadedModel
+from detdiff.engines.mlx.model import LoadedModel
+from detdiff.engines.mlx.record import RecordOptions, record
+from detdiff.engines.mlx.work import prepare
 
 from .decoding import SKIPPED, Clock, scenario, untapped
 from .paired import alternate, ratio, spread
@@ -59,7 +59,7 @@ class _Sides:
         return clock.step_seconds()
 
     def untapped(self) -> float:
-        """What ``detdiff.engine.generate`` does, with a clock where it takes a token."""
+        """What ``detdiff.engines.mlx.generate`` does, with a clock where it takes a token."""
         return untapped(self._loaded, self._scenario)
 
     def recorded(self) -> float:

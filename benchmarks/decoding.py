@@ -10,10 +10,10 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
-from detdiff.engine.padded import PaddedComposer, PaddedRun, run_padded
-from detdiff.engine.work import prepare
-from detdiff.instrument import Session
-from detdiff.model import LoadedModel
+from detdiff.engines.mlx.instrument import Session
+from detdiff.engines.mlx.model import LoadedModel
+from detdiff.engines.mlx.padded import PaddedComposer, PaddedRun, run_padded
+from detdiff.engines.mlx.work import prepare
 from detdiff.scenario import Scenario
 
 SKIPPED = 4  # the first steps: they carry the digests of the prefill
@@ -61,7 +61,7 @@ def scenario(loaded: LoadedModel, batch: int, steps: int, **more: Any) -> Scenar
 
 
 def untapped(loaded: LoadedModel, wanted: Scenario, session: Session | None = None) -> float:
-    """Seconds of a step of what ``detdiff.engine.generate`` does, in a session of the scenario's kernel plan."""
+    """Seconds of a step of what ``detdiff.engines.mlx.generate`` does, in a session of the scenario's kernel plan."""
     clock = Clock(len(wanted.requests), wanted.requests[0].max_tokens)
     work = prepare(wanted, loaded)
     session = session or Session(loaded.model, wanted.kernels)

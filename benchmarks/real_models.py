@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from detdiff.model import LoadedModel, load
+from detdiff.engines.mlx.model import LoadedModel, load
 
 ROOT = Path(__file__).parents[1]
 LAYOUTS = {

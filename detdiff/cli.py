@@ -591,7 +591,7 @@ def profiles(name: str | None, as_json: bool, **options: Any) -> None:
 @json_option
 def import_gguf(file: Path, directory: Path, packed: bool, dtype: str, as_json: bool) -> None:
     """Turn the model in a GGUF FILE into a DIRECTORY that mlx-lm and detdiff can load."""
-    from detdiff.gguf_import import import_gguf as run
+    from detdiff.engines.mlx.gguf_import import import_gguf as run
 
     found = run(file, directory, dtype=dtype, packed=packed)
     if as_json:

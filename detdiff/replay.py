@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from detdiff.compare import Divergence, RequestDivergence, compare
+from detdiff.engines.mlx.model import LoadedModel, load
 from detdiff.errors import ReplayError
-from detdiff.model import LoadedModel, load
 from detdiff.scenario import Scenario
 from detdiff.trace import Trace
 
@@ -84,7 +84,7 @@ def _moved(trace: Trace, model: str | None) -> Scenario:
 
 def _run(scenario: Scenario, loaded: LoadedModel, trace: Trace, path: Path, options: dict[str, Any]) -> Trace:
     # The engine needs mlx; comparing does not, so it is loaded only here.
-    from detdiff.engine import RecordOptions, record
+    from detdiff.engines.mlx.record import RecordOptions, record
 
     for key in ("config_sha256", "weights_sha256", "tokenizer_sha256"):
         if loaded.identity.get(key) != trace.model.get(key):

@@ -10,11 +10,11 @@ from typing import Any
 from runs import model
 
 from detdiff.compare import compare
-from detdiff.engine import RecordOptions, record
+from detdiff.engines.mlx.instrument import Plant
+from detdiff.engines.mlx.record import RecordOptions, record
 from detdiff.explain.case import Case
 from detdiff.explain.control import Control
 from detdiff.explain.controls import CONTROLS
-from detdiff.instrument import Plant
 from detdiff.scenario import KernelPlan, PathRule, Scenario
 from detdiff.trace import Trace
 

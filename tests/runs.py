@@ -15,10 +15,10 @@ from mlx_lm.models import mamba2
 from numpy.typing import NDArray
 from tiny import CONFIGS, PACKABLE, VOCAB, TinyTokenizer, tiny
 
-from detdiff.engine import RecordOptions, record
-from detdiff.instrument.buffers import memory
-from detdiff.instrument.forward import Forward
-from detdiff.model import LoadedModel
+from detdiff.engines.mlx.instrument.buffers import memory
+from detdiff.engines.mlx.instrument.forward import Forward
+from detdiff.engines.mlx.model import LoadedModel
+from detdiff.engines.mlx.record import RecordOptions, record
 from detdiff.scenario import Scenario
 from detdiff.trace import Trace
 

@@ -20,9 +20,9 @@ from mlx.utils import tree_map
 from mlx_lm.generate import generate_step
 from mlx_lm.utils import load
 
-import detdiff.models
+import detdiff.engines.mlx.builtin
+from detdiff.engines.mlx.builtin import NAMES, builtin_path
 from detdiff.errors import ModelError
-from detdiff.models import NAMES, builtin_path
 
 FILES = {
     "config.json",
@@ -166,7 +166,7 @@ def test_an_unknown_name_is_refused() -> None:
 def test_an_installation_without_the_files_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "stripped_models"
     package.mkdir()
-    shutil.copy(Path(detdiff.models.__file__), package)
+    shutil.copy(Path(detdiff.engines.mlx.builtin.__file__), package)
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ModelError, match="missing from this installation"):
         importlib.import_module("stripped_models").builtin_path()

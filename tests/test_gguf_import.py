@@ -21,15 +21,15 @@ from plugins.small_models import (
     logits,
 )
 
-import detdiff.gguf_import as importer
+import detdiff.engines.mlx.gguf_import as importer
+from detdiff.engines.mlx.gguf_import import import_gguf
+from detdiff.engines.mlx.gguf_import.rope import llama3_divisors
+from detdiff.engines.mlx.gguf_import.shards import round_to_bfloat16, write_shards
+from detdiff.engines.mlx.gguf_import.tensors import half_split
+from detdiff.engines.mlx.model import encode, identity, load
 from detdiff.errors import (
     GgufUnsupported,
 )
-from detdiff.gguf_import import import_gguf
-from detdiff.gguf_import.rope import llama3_divisors
-from detdiff.gguf_import.shards import round_to_bfloat16, write_shards
-from detdiff.gguf_import.tensors import half_split
-from detdiff.model import encode, identity, load
 
 TOKENS = [5, 40, 77, 12, 200, 3, 99, 140, 7, 8, 9, 61]
 
@@ -87,7 +87,7 @@ def test_a_llama_that_is_not_interleaved_comes_out_wrong(tmp_path: Path) -> None
 
 def test_leaving_out_the_half_split_changes_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = small_gguf("llama")
-    monkeypatch.setattr("detdiff.gguf_import.tensors.half_split", lambda values, heads: values)
+    monkeypatch.setattr("detdiff.engines.mlx.gguf_import.tensors.half_split", lambda values, heads: values)
     import_gguf(small.write(tmp_path / "m.gguf"), tmp_path / "m", dtype="f32")
     expected = logits(build(small.config, small.weights), TOKENS)
     assert not np.array_equal(imported_logits(tmp_path / "m"), expected)
@@ -129,8 +129,8 @@ def test_packed_equals_unpacked(architecture: str, tmp_path: Path) -> None:
 
 @given(seed=st.integers(0, 2**32 - 1), kind=st.sampled_from(["Q4_0", "Q4_1", "Q8_0"]))
 def test_any_block_bits_keep_their_value(seed: int, kind: str) -> None:
-    from detdiff.gguf_import.blocks import pack
-    from detdiff.gguf_import.container import GgufTensor
+    from detdiff.engines.mlx.gguf_import.blocks import pack
+    from detdiff.engines.mlx.gguf_import.container import GgufTensor
 
     rng = np.random.default_rng(seed)
     number = gguf.GGMLQuantizationType[kind]

@@ -18,7 +18,11 @@ from plugins.small_models import (
     small_tokenizer,
 )
 
-import detdiff.gguf_import as importer
+import detdiff.engines.mlx.gguf_import as importer
+from detdiff.engines.mlx.gguf_import import import_gguf
+from detdiff.engines.mlx.gguf_import.container import read_gguf
+from detdiff.engines.mlx.gguf_import.shards import write_shards
+from detdiff.engines.mlx.model import identity
 from detdiff.errors import (
     GgufCorrupt,
     GgufMissing,
@@ -28,10 +32,6 @@ from detdiff.errors import (
     ImportTargetExists,
     ModelError,
 )
-from detdiff.gguf_import import import_gguf
-from detdiff.gguf_import.container import read_gguf
-from detdiff.gguf_import.shards import write_shards
-from detdiff.model import identity
 
 UNSUPPORTED: dict[str, tuple[str, dict[str, Any], str]] = {
     "architecture": ("llama", {"general.architecture": "mamba"}, "'mamba'.*llama, qwen2, qwen3, gemma3"),

@@ -15,8 +15,8 @@ from plugins.small_models import (
     small_tokenizer,
 )
 
-from detdiff.gguf_import import import_gguf
-from detdiff.model import encode, load
+from detdiff.engines.mlx.gguf_import import import_gguf
+from detdiff.engines.mlx.model import encode, load
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from plugins.small_models import build, logits, small_config, small_weights, write_directory
 
+from detdiff.engines.mlx.model import LoadedModel, context_limit, encode, identity, load, locate
 from detdiff.errors import (
     ChatTemplateUnusable,
     ModelConfigInvalid,
@@ -33,7 +34,6 @@ from detdiff.errors import (
     TokenizerInvalid,
     TokenizerMissing,
 )
-from detdiff.model import LoadedModel, context_limit, encode, identity, load, locate
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def test_encode_and_chat(loaded: LoadedModel) -> None:
 
 def test_model_module_imports_no_mlx() -> None:
     code = (
-        "import sys, detdiff.model, detdiff.gguf_import;"
+        "import sys, detdiff.engines.mlx.model, detdiff.engines.mlx.gguf_import;"
         "print([m for m in ('mlx', 'mlx_lm', 'numba', 'transformers') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from detdiff.model import identity
+from detdiff.engines.mlx.model import identity
 
 TOOL = Path(__file__).parents[1] / "tools" / "real_model.py"
 

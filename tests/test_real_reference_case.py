@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from detdiff.compare import Divergence, compare
-from detdiff.engine import RecordOptions, record
-from detdiff.engine.serve import Models
+from detdiff.engines.mlx.record import RecordOptions, record
+from detdiff.engines.mlx.serve import Models
 from detdiff.explain import Verdict, explain
 from detdiff.report import verdict_text
 from detdiff.report.verdict_text import TITLES

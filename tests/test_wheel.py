@@ -37,7 +37,8 @@ def test_every_file_of_both_packages_is_in_the_wheel(wheel: set[str]) -> None:
     }
     assert expected - wheel == set()
     assert any(
-        name.startswith("detdiff/models/") and name.endswith("/model.safetensors") for name in expected
+        name.startswith("detdiff/engines/mlx/builtin/") and name.endswith("/model.safetensors")
+        for name in expected
     )
     assert "detdiff_kernels/profiles/candle-metal.toml" in expected
     assert {"detdiff/py.typed", "detdiff_kernels/py.typed"} <= expected

@@ -10,7 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map
 
-from detdiff.model import LoadedModel
+from detdiff.engines.mlx.model import LoadedModel
 
 VOCAB = 96
 

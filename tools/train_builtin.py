@@ -4,7 +4,7 @@ Needs, beyond the project's own environment: PyTorch (CPU build, 2.13 was used; 
 package `bible-kjv`, whose command `bible` prints the training text. A saved copy of that output does too:
 
     bible -f 'gen1:1-rev22:21' > kjv.txt
-    python tools/train_builtin.py --text kjv.txt --out detdiff/models
+    python tools/train_builtin.py --text kjv.txt --out detdiff/engines/mlx/builtin
 
 Every random choice comes from --seed. The same seed, thread count, PyTorch and processor type give the same
 bytes; another thread count or processor sums in another order and gives other weights of equal quality.

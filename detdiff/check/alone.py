@@ -6,8 +6,8 @@ import tempfile
 from pathlib import Path
 
 from detdiff.compare import Divergence, compare
-from detdiff.engine import RecordOptions, record
-from detdiff.model import LoadedModel, load
+from detdiff.engines.mlx.model import LoadedModel, load
+from detdiff.engines.mlx.record import RecordOptions, record
 from detdiff.scenario import Scenario
 
 _OPTIONS = RecordOptions(observe=0)

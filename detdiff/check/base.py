@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from detdiff.engine import RecordOptions, record
+from detdiff.engines.mlx.record import RecordOptions, record
 from detdiff.scenario import Scenario
 from detdiff.trace import Trace
 

@@ -191,7 +191,7 @@ class BatchInvariance:
         return asked, [test.composition]
 
     def _check_model(self, test: Test, asked: Asked, wanted: Sequence[Composition]) -> Checked:
-        from detdiff.model import encode
+        from detdiff.engines.mlx.model import encode
 
         from .invariance import ModelCheck, Place
         from .prompts import requests

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from detdiff.engines.mlx.model import BUILTIN, LoadedModel, load
+from detdiff.engines.mlx.model_directory import config_value
 from detdiff.errors import CheckSubjectInvalid
-from detdiff.model import BUILTIN, LoadedModel, load
-from detdiff.model_directory import config_value
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,7 +13,7 @@ from detdiff.scenario import Scenario
 from detdiff.trace import Trace
 
 if TYPE_CHECKING:
-    from detdiff.model import LoadedModel
+    from detdiff.engines.mlx.model import LoadedModel
 
 Pair = tuple[Trace, Trace]
 
@@ -31,7 +31,7 @@ def model_of(asked: Asked, found: tuple[Side, Side]) -> LoadedModel | None:
 
     Raises what loading raises.
     """
-    from detdiff.model import load
+    from detdiff.engines.mlx.model import load
 
     if asked.files and asked.model is not None:
         return load(asked.model)

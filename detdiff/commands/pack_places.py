@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from detdiff.engines.mlx.model_directory import RANDOM, TOKENIZER_FILES
 from detdiff.errors import TraceError
-from detdiff.model_directory import RANDOM, TOKENIZER_FILES
 from detdiff.trace import Trace
 from detdiff.trace.files import read_bytes
 from detdiff.trace.header import FORWARDS, HEADER, TEXTS, encode

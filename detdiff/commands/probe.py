@@ -98,7 +98,7 @@ def _answer(asked: Asked, progress: Progress) -> Probe | list[Swept]:
 def _shapes(asked: Asked, model: str) -> Iterator[tuple[str, str, tuple[str, ...], Target]]:
     """Each linear shape of a model: as text, its operation, its sites, and what stands for them."""
     if asked.on == "torch":
-        from detdiff.model import locate
+        from detdiff.engines.mlx.model import locate
         from detdiff.probe.torch_sites import load_torch, torch_shapes
 
         found = load_torch(locate(model))
@@ -106,7 +106,7 @@ def _shapes(asked: Asked, model: str) -> Iterator[tuple[str, str, tuple[str, ...
         for shape in torch_shapes(found, name=model):
             yield shape.shape, "head" if shape.module is head else "linear", shape.sites, shape
         return
-    from detdiff.model import load
+    from detdiff.engines.mlx.model import load
     from detdiff.probe.sites import shapes_of
 
     for one in shapes_of(load(model), asked.on or "native", asked.layout):
@@ -115,13 +115,13 @@ def _shapes(asked: Asked, model: str) -> Iterator[tuple[str, str, tuple[str, ...
 
 def _target(asked: Asked) -> Target:
     if asked.target is None and asked.on == "torch":
-        from detdiff.model import locate
+        from detdiff.engines.mlx.model import locate
         from detdiff.probe.torch_sites import load_torch, torch_site
 
         assert asked.model is not None and asked.site is not None
         return torch_site(load_torch(locate(asked.model)), asked.site, asked.model)
     if asked.target is None:
-        from detdiff.model import load
+        from detdiff.engines.mlx.model import load
         from detdiff.probe.sites import find_site
 
         assert asked.model is not None and asked.site is not None

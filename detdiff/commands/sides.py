@@ -17,7 +17,7 @@ from detdiff.trace import Trace
 
 if TYPE_CHECKING:
     from detdiff.compare import Divergence
-    from detdiff.model import LoadedModel
+    from detdiff.engines.mlx.model import LoadedModel
 
 OnToken = Callable[[int, int], None]
 Progress = Callable[[str], AbstractContextManager[OnToken | None]]
@@ -251,7 +251,7 @@ def record_trace(
 ) -> Trace:
     """Record, and say after an interrupt what stays readable. Raises Interrupted and what ``record`` raises."""
     try:
-        from detdiff.engine import RecordOptions, record
+        from detdiff.engines.mlx.record import RecordOptions, record
 
         return record(scenario, path, loaded=loaded, options=RecordOptions(progress=on_token))
     except KeyboardInterrupt:
@@ -280,7 +280,7 @@ def _shared_model(found: tuple[Side, Side]) -> LoadedModel | None:
     models = [side.source.model for side in found if isinstance(side.source, Scenario)]
     if models != models[:1] * 2:
         return None
-    from detdiff.model import load
+    from detdiff.engines.mlx.model import load
 
     return load(models[0])
 

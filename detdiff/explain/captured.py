@@ -10,8 +10,8 @@ from mlx.nn.layers.base import Module
 from numpy.typing import NDArray
 
 from detdiff.compare.metrics import Values
+from detdiff.engines.mlx.instrument.sites import walk
 from detdiff.errors import OracleRefused
-from detdiff.instrument.sites import walk
 from detdiff.scenario import CachePlan
 from detdiff.trace import Site, Trace
 

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from detdiff.compare import Divergence, RequestDivergence, compare
-from detdiff.engine import RecordOptions, record
-from detdiff.engine.serve import Models, Sessions
+from detdiff.engines.mlx.instrument import Plant
+from detdiff.engines.mlx.model import LoadedModel
+from detdiff.engines.mlx.record import RecordOptions, record
+from detdiff.engines.mlx.serve import Models, Sessions
 from detdiff.errors import ReplayError
-from detdiff.instrument import Plant
-from detdiff.model import LoadedModel
 from detdiff.scenario import KernelPlan, Scenario
 from detdiff.trace import Trace
 

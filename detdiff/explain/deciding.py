@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from detdiff.instrument.forward import TARGET
+from detdiff.engines.mlx.instrument.forward import TARGET
 from detdiff.trace import Trace
 
 from .case import Case, Side

@@ -10,8 +10,8 @@ import numpy as np
 from mlx_lm.models.cache import ArraysCache
 from numpy.typing import NDArray
 
-from detdiff.engine.pages import PagedCache
-from detdiff.instrument.buffers import handle, memory
+from detdiff.engines.mlx.instrument.buffers import handle, memory
+from detdiff.engines.mlx.pages import PagedCache
 
 from .control import CannotRun
 

@@ -11,10 +11,10 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from detdiff.engine.serve import serve
-from detdiff.engine.work import prepare
-from detdiff.instrument.forward import Forward
-from detdiff.instrument.sites import Arrays, SiteMap
+from detdiff.engines.mlx.instrument.forward import Forward
+from detdiff.engines.mlx.instrument.sites import Arrays, SiteMap
+from detdiff.engines.mlx.serve import serve
+from detdiff.engines.mlx.work import prepare
 from detdiff.scenario import Scenario
 
 from .case import Case

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Final
 
 from detdiff.compare import Divergence, compare
+from detdiff.engines.mlx.model import LoadedModel
 from detdiff.errors import CommandError, DetdiffError, Interrupted, NothingComparable, ReplayError
-from detdiff.model import LoadedModel
 from detdiff.scenario import Scenario
 from detdiff.trace import Trace
 

@@ -10,10 +10,10 @@ from typing import Any, Protocol
 import mlx.core as mx
 import numpy as np
 
-from detdiff.engine.packed import PackedEngine
-from detdiff.engine.snapshot import Snapshot, StopRun
-from detdiff.instrument.buffers import handle
-from detdiff.instrument.forward import TARGET, Forward
+from detdiff.engines.mlx.instrument.buffers import handle
+from detdiff.engines.mlx.instrument.forward import TARGET, Forward
+from detdiff.engines.mlx.packed import PackedEngine
+from detdiff.engines.mlx.snapshot import Snapshot, StopRun
 
 from .baseline import Baseline
 from .case import Case, Side

@@ -12,8 +12,8 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
 
-from detdiff.engine.serve import Models, Sessions
-from detdiff.model import LoadedModel
+from detdiff.engines.mlx.model import LoadedModel
+from detdiff.engines.mlx.serve import Models, Sessions
 
 from .case import Case, Side
 from .control import CannotRun

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from detdiff.compare import Divergence, compare
-from detdiff.engine.environment import environment
+from detdiff.engines.mlx.environment import environment
 from detdiff.errors import ReplayError
 from detdiff.trace import Trace
 

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from detdiff.engine.packed import PackedEngine
-from detdiff.engine.serve import Sessions, packed_engine, serve
-from detdiff.engine.snapshot import Snapshot, StopRun
-from detdiff.engine.work import Work, prepare
-from detdiff.instrument.forward import Forward
-from detdiff.instrument.roles import Steering
+from detdiff.engines.mlx.instrument.forward import Forward
+from detdiff.engines.mlx.instrument.roles import Steering
+from detdiff.engines.mlx.packed import PackedEngine
+from detdiff.engines.mlx.serve import Sessions, packed_engine, serve
+from detdiff.engines.mlx.snapshot import Snapshot, StopRun
+from detdiff.engines.mlx.work import Work, prepare
 from detdiff.scenario import Scenario
 
 from .case import Case, Side

@@ -10,10 +10,10 @@ import numpy as np
 from mlx.nn.layers.base import Module
 from numpy.typing import NDArray
 
+from detdiff.engines.mlx.instrument.sites import walk
+from detdiff.engines.mlx.instrument.taps import TAPPED
+from detdiff.engines.mlx.instrument.weights import operand, weight_of
 from detdiff.errors import OracleRefused
-from detdiff.instrument.sites import walk
-from detdiff.instrument.taps import TAPPED
-from detdiff.instrument.weights import operand, weight_of
 from detdiff_kernels import Affine
 
 from .attention_bound import AttentionOperation

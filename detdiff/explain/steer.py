@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from detdiff.instrument.attention import ROW_BY_ROW
-from detdiff.instrument.forward import Forward
-from detdiff.instrument.paths import NATIVE, Made, Path, Span
-from detdiff.instrument.paths import Place as Where
-from detdiff.instrument.sites import SiteMap
+from detdiff.engines.mlx.instrument.attention import ROW_BY_ROW
+from detdiff.engines.mlx.instrument.forward import Forward
+from detdiff.engines.mlx.instrument.paths import NATIVE, Made, Path, Span
+from detdiff.engines.mlx.instrument.paths import Place as Where
+from detdiff.engines.mlx.instrument.sites import SiteMap
 from detdiff_kernels import Call
 
 from .watch import Paths, Row, rows_of

@@ -11,10 +11,10 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from detdiff.instrument.buffers import handle, memory
-from detdiff.instrument.forward import Forward
-from detdiff.instrument.paths import Made, Taken
-from detdiff.instrument.sites import Arrays, SiteMap
+from detdiff.engines.mlx.instrument.buffers import handle, memory
+from detdiff.engines.mlx.instrument.forward import Forward
+from detdiff.engines.mlx.instrument.paths import Made, Taken
+from detdiff.engines.mlx.instrument.sites import Arrays, SiteMap
 
 Bytes = NDArray[np.uint8]
 

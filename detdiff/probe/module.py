@@ -11,9 +11,9 @@ from mlx.nn.layers.base import Module
 from mlx.nn.layers.linear import Linear
 from mlx.nn.layers.quantized import QuantizedLinear
 
+from detdiff.engines.mlx.instrument.operations import Operations
+from detdiff.engines.mlx.instrument.paths import NATIVE, Place
 from detdiff.errors import KernelPlanError, ProbeBackendUnusable, ScenarioRangeError
-from detdiff.instrument.operations import Operations
-from detdiff.instrument.paths import NATIVE, Place
 from detdiff.scenario import KernelPlan, PathRule
 from detdiff.trace import Site
 from detdiff_kernels import kernel_names, profile_names

@@ -189,7 +189,7 @@ def torch_note() -> str:
 
 def _environment() -> dict[str, Any]:
     try:
-        from detdiff.engine.environment import environment
+        from detdiff.engines.mlx.environment import environment
     except ModuleNotFoundError:  # a numpy operation needs no mlx
         return {}
     return environment()

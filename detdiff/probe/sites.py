@@ -8,10 +8,10 @@ from difflib import get_close_matches
 
 from mlx.nn.layers.base import Module
 
+from detdiff.engines.mlx.instrument import Session
+from detdiff.engines.mlx.instrument.sites import walk
+from detdiff.engines.mlx.model import LoadedModel
 from detdiff.errors import ProbeSiteUnknown
-from detdiff.instrument import Session
-from detdiff.instrument.sites import walk
-from detdiff.model import LoadedModel
 
 from .linear import Shape
 from .module import Op, module_operation, width_of

@@ -9,14 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from detdiff.engine.environment import environment
-from detdiff.engine.serve import Models
+from detdiff.engines.mlx.environment import environment
+from detdiff.engines.mlx.model import LoadedModel, encode
+from detdiff.engines.mlx.model_directory import RANDOM
+from detdiff.engines.mlx.serve import Models
+from detdiff.engines.mlx.twin import layers_of
 from detdiff.errors import NothingToReduce, ReductionError
-from detdiff.model import LoadedModel, encode
-from detdiff.model_directory import RANDOM
 from detdiff.scenario import Scenario
 from detdiff.trace import Trace
-from detdiff.twin import layers_of
 
 from .answer import Answer
 from .candidate import Candidate

@@ -9,14 +9,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from detdiff.compare import Divergence, compare
-from detdiff.engine import RecordOptions, record
-from detdiff.engine.serve import Models
+from detdiff.engines.mlx.record import RecordOptions, record
+from detdiff.engines.mlx.serve import Models
+from detdiff.engines.mlx.twin import twin_of
 from detdiff.errors import NothingComparable, ReplayError, TraceWriteError
 from detdiff.explain import Verdict
 from detdiff.explain.case import Case
 from detdiff.explain.investigate import judge
 from detdiff.trace import Trace
-from detdiff.twin import twin_of
 
 from .answer import Answer
 from .candidate import TWIN, TWIN_DRAFT, Candidate, Twin
@@ -164,7 +164,7 @@ class Trials:
         if twin is None:
             return self._own
         if twin not in self._twins:
-            from detdiff.model import load
+            from detdiff.engines.mlx.model import load
 
             root = self._scratch / "twins"
             shutil.rmtree(root, ignore_errors=True)

@@ -15,9 +15,9 @@ from runs import PACKABLE, model, prompts, scenario
 from test_observer import Answers
 from tiny import VOCAB, TinyTokenizer
 
-from detdiff.engine import generate
-from detdiff.engine.sampling import sampler
-from detdiff.model import LoadedModel
+from detdiff.engines.mlx.model import LoadedModel
+from detdiff.engines.mlx.record import generate
+from detdiff.engines.mlx.sampling import sampler
 from detdiff.scenario import Sampling, Scenario
 
 TOKENS = 10

@@ -10,8 +10,8 @@ from runs import ARCHITECTURES, PACKABLE, Runs, events, model
 from tiny import FORMATS, VOCAB
 
 from detdiff.compare import compare
-from detdiff.engine import RecordOptions
-from detdiff.instrument import Plant
+from detdiff.engines.mlx.instrument import Plant
+from detdiff.engines.mlx.record import RecordOptions
 from detdiff.scenario import Scenario
 
 SEEDS = 20

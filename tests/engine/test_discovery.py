@@ -12,9 +12,9 @@ import pytest
 from tiny import CONFIGS, TinyTokenizer
 
 from detdiff.compare import compare
-from detdiff.engine import RecordOptions, record
-from detdiff.instrument import Plant, Session
-from detdiff.model import LoadedModel
+from detdiff.engines.mlx.instrument import Plant, Session
+from detdiff.engines.mlx.model import LoadedModel
+from detdiff.engines.mlx.record import RecordOptions, record
 from detdiff.scenario import Scenario
 
 

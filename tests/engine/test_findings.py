@@ -12,7 +12,7 @@ from runs import Runs, events, loaded, scenario
 from tiny import VOCAB
 
 from detdiff.compare import compare
-from detdiff.model import LoadedModel
+from detdiff.engines.mlx.model import LoadedModel
 
 SMALL: dict[str, Any] = {
     "vocab_size": VOCAB,

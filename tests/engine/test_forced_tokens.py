@@ -11,9 +11,9 @@ from runs import QUIET, Runs, digests, model, prompts, scenario
 from tiny import tiny
 
 from detdiff.compare import compare
-from detdiff.engine import RecordOptions
+from detdiff.engines.mlx.instrument import Plant
+from detdiff.engines.mlx.record import RecordOptions
 from detdiff.errors import ForcedTokensMissing
-from detdiff.instrument import Plant
 from detdiff.report import divergence_text
 from detdiff.scenario import Scenario
 from detdiff.trace import Trace

@@ -13,9 +13,9 @@ import pytest
 from runs import digests, model, scenario
 from tiny import tiny
 
-from detdiff.engine import RecordOptions, record
+from detdiff.engines.mlx.instrument.recorder import Recorder
+from detdiff.engines.mlx.record import RecordOptions, record
 from detdiff.errors import TraceExists
-from detdiff.instrument.recorder import Recorder
 from detdiff.trace import Trace, TraceWriter
 
 
@@ -27,7 +27,7 @@ class Broken(Exception):
 def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     """A shard after every second forward, so that a short run has several."""
     # The package's own attribute of that name is the function.
-    recording = importlib.import_module("detdiff.engine.record")
+    recording = importlib.import_module("detdiff.engines.mlx.record")
     monkeypatch.setattr(recording, "TraceWriter", functools.partial(TraceWriter, shard_forwards=2))
 
 

@@ -11,9 +11,9 @@ import pytest
 from runs import ARCHITECTURES, PACKABLE, Runs, content, digests, loaded, model, scenario, values
 from toy_models import Toy
 
-from detdiff.engine import record
+from detdiff.engines.mlx.instrument.topk import top
+from detdiff.engines.mlx.record import record
 from detdiff.errors import LayoutError
-from detdiff.instrument.topk import top
 from detdiff.trace import Lens, Trace
 
 TOP = 5

@@ -9,10 +9,10 @@ from runs import ARCHITECTURES, PACKABLE, Runs, loaded, model, scenario
 from toy_models import LEAKS, NAMED, Attention, Toy
 
 from detdiff.compare import compare
-from detdiff.engine import generate
-from detdiff.engine.leaks import refuse_leaks
+from detdiff.engines.mlx.leaks import refuse_leaks
+from detdiff.engines.mlx.model import LoadedModel
+from detdiff.engines.mlx.record import generate
 from detdiff.errors import LayoutError
-from detdiff.model import LoadedModel
 from detdiff.scenario import KernelPlan
 
 PACKED = scenario("continuous", "packed", arrivals=(0, 2, 5))

@@ -15,10 +15,10 @@ from runs import Runs, content, model, patched, prompts, scenario
 from tiny import PACKABLE, tiny
 
 from detdiff.compare import Divergence, compare
-from detdiff.engine import RecordOptions, caches
-from detdiff.engine.caches import RequestCaches
-from detdiff.engine.pages import PagedCache, PagePool, PageTable
-from detdiff.engine.prefix import Donor
+from detdiff.engines.mlx.caches import RequestCaches
+from detdiff.engines.mlx.pages import PagedCache, PagePool, PageTable
+from detdiff.engines.mlx.prefix import Donor
+from detdiff.engines.mlx.record import RecordOptions, caches
 from detdiff.errors import LayoutError
 from detdiff.scenario import CachePlan, Scenario
 from detdiff.trace import Trace

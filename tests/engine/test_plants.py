@@ -10,8 +10,8 @@ from plant_trials import SUITES, Trials
 from runs import Runs, model, scenario
 
 from detdiff.compare import compare
-from detdiff.engine import RecordOptions
-from detdiff.instrument import Plant
+from detdiff.engines.mlx.instrument import Plant
+from detdiff.engines.mlx.record import RecordOptions
 
 SAMPLE = 40
 

@@ -10,7 +10,7 @@ import pytest
 from runs import model
 
 from detdiff.compare import compare
-from detdiff.engine import RecordOptions, record
+from detdiff.engines.mlx.record import RecordOptions, record
 from detdiff.errors import ChecksumError, ReplayError, ScenarioError
 from detdiff.replay import replay
 from detdiff.scenario import Scenario

@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 from runs import bits, model, scenario
 from test_speculation import drafting
 
-from detdiff.engine.packed import PackedEngine
-from detdiff.engine.serve import Models, Sessions, packed_engine
-from detdiff.engine.snapshot import Snapshot, StopRun
-from detdiff.engine.work import Work, prepare
-from detdiff.instrument.forward import Forward
+from detdiff.engines.mlx.instrument.forward import Forward
+from detdiff.engines.mlx.packed import PackedEngine
+from detdiff.engines.mlx.serve import Models, Sessions, packed_engine
+from detdiff.engines.mlx.snapshot import Snapshot, StopRun
+from detdiff.engines.mlx.work import Work, prepare
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": ("llama", {"prefill_chunk": 5}),

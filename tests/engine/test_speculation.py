@@ -14,9 +14,9 @@ from runs import PACKABLE, Runs, model, prompts, scenario
 from tiny import VOCAB, tiny
 
 from detdiff.compare import compare
-from detdiff.engine import RecordOptions, generate
+from detdiff.engines.mlx.model import LoadedModel
+from detdiff.engines.mlx.record import RecordOptions, generate
 from detdiff.errors import ContextExceeded, DraftMismatch
-from detdiff.model import LoadedModel
 from detdiff.scenario import Scenario
 from detdiff.trace import Trace
 

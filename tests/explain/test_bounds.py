@@ -17,6 +17,7 @@ from mlx_lm.models import rope_utils
 from mlx_lm.models.activations import precise_swiglu
 from operands import BITS, DTYPES, MX, Float64, given, read, rows, weights, widened
 
+from detdiff.engines.mlx.instrument.weights import weight_of
 from detdiff.errors import OracleRefused
 from detdiff.explain.arithmetic import Arithmetic
 from detdiff.explain.attention_bound import AttentionOperation
@@ -24,7 +25,6 @@ from detdiff.explain.bounds import Embedding, Linear
 from detdiff.explain.oracle import Judgement, Operation, judge
 from detdiff.explain.roundoff import UNIT, growth
 from detdiff.explain.row_bounds import Norm, Rope
-from detdiff.instrument.weights import weight_of
 from detdiff_kernels import Dense, Kernel, KernelLibraryError, forced, kernel, kernel_names
 from detdiff_kernels.attention import ATTENTION
 from detdiff_kernels.rounding import rounded

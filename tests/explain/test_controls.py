@@ -13,14 +13,14 @@ from mlx.utils import tree_flatten
 from runs import Runs, model, scenario
 from tiny import tiny
 
-from detdiff.engine import RecordOptions
+from detdiff.engines.mlx.instrument import Plant
+from detdiff.engines.mlx.model import LoadedModel
+from detdiff.engines.mlx.record import RecordOptions
 from detdiff.errors import ReplayError
 from detdiff.explain.case import Case
 from detdiff.explain.control import Budget
 from detdiff.explain.controls import CONTROLS
 from detdiff.explain.precision import in_dtype
-from detdiff.instrument import Plant
-from detdiff.model import LoadedModel
 
 METAL = {"kernels": "mlx-metal", "lengths": (12, 9, 21), "max_tokens": 12}
 

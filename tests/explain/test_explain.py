@@ -12,6 +12,7 @@ from cases import CASES
 from detdiff import Scenario
 from detdiff.compare import Divergence
 from detdiff.demo import ANCHORS, BASE, CONTINUOUS, FOLLOWER, SERIAL
+from detdiff.engines.mlx.model import load
 from detdiff.errors import CommandError, ModelRunError, ReplayError
 from detdiff.explain import DECIDING, ORDER, Control, Verdict, explain, investigate
 from detdiff.explain.captured import significant
@@ -19,7 +20,6 @@ from detdiff.explain.case import Case
 from detdiff.explain.control import Budget
 from detdiff.explain.oracle_control import AT_MOST, oracle, sample
 from detdiff.explain.origins import Born, origins
-from detdiff.model import load
 
 
 def demo(max_tokens: int = 8) -> tuple[Scenario, Scenario]:

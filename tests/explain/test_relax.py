@@ -7,7 +7,8 @@ from runs import Runs, model, scenario
 from tiny import tiny
 
 from detdiff.compare import compare
-from detdiff.engine import RecordOptions
+from detdiff.engines.mlx.instrument import Plant
+from detdiff.engines.mlx.record import RecordOptions
 from detdiff.explain.baseline import baseline
 from detdiff.explain.case import Case
 from detdiff.explain.control import Budget
@@ -15,7 +16,6 @@ from detdiff.explain.controls import CONTROLS
 from detdiff.explain.relax import trials
 from detdiff.explain.rerun import Changes, rerun
 from detdiff.explain.steer import Change, Relaxed
-from detdiff.instrument import Plant
 
 CANDLE = {"kernels": "candle-metal", "lengths": (12, 9, 21), "arrivals": (0, 5, 9)}
 

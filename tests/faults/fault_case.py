@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from planting import Around
 
+from detdiff.engines.mlx.model import LoadedModel
 from detdiff.errors import DetdiffError
-from detdiff.model import LoadedModel
 from detdiff.scenario import Scenario
 
 

@@ -14,7 +14,7 @@ import mlx.nn as nn
 from mlx.utils import tree_map
 from tiny import CONFIGS, TinyTokenizer
 
-from detdiff.model import LoadedModel
+from detdiff.engines.mlx.model import LoadedModel
 from detdiff.scenario import Scenario
 
 LENGTHS = (12, 3, 40)

@@ -8,7 +8,7 @@ from typing import Any
 from fault_case import Expected, Trial
 
 from detdiff.compare import Divergence, RequestDivergence, compare
-from detdiff.engine import RecordOptions, record
+from detdiff.engines.mlx.record import RecordOptions, record
 from detdiff.trace import Trace
 
 SEEDS = range(10)

@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from runs import Runs, model, scenario, values
 
 from detdiff.compare import compare
+from detdiff.engines.mlx.instrument.operations import Operations
+from detdiff.engines.mlx.instrument.paths import PathChooser, Place
+from detdiff.engines.mlx.instrument.weights import weight_of
 from detdiff.errors import KernelPlanError
-from detdiff.instrument.operations import Operations
-from detdiff.instrument.paths import PathChooser, Place
-from detdiff.instrument.weights import weight_of
 from detdiff.scenario import KernelPlan, PathRule
 from detdiff.trace import Trace
 from detdiff_kernels import Call, kernel

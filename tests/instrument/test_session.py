@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 from runs import Runs, bits, model, patched, scenario
 from tiny import tiny
 
-from detdiff.engine import generate
-from detdiff.instrument import Session
-from detdiff.instrument.forward import Forward, Segment
-from detdiff.instrument.paths import Taken
-from detdiff.instrument.sites import Arrays
-from detdiff.instrument.taps import cache_classes, model_modules
+from detdiff.engines.mlx.instrument import Session
+from detdiff.engines.mlx.instrument.forward import Forward, Segment
+from detdiff.engines.mlx.instrument.paths import Taken
+from detdiff.engines.mlx.instrument.sites import Arrays
+from detdiff.engines.mlx.instrument.taps import cache_classes, model_modules
+from detdiff.engines.mlx.record import generate
 
 STEPS = ((3, 1, 4, 1, 5), (9,), (2,))
 

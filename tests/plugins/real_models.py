@@ -83,7 +83,7 @@ def _lay_out(kind: str, *options: str, model: str = "smollm2") -> Path:
 
 def _import_version() -> str:
     # A layout that an older import wrote must not pass for the work of this one.
-    sources = sorted((ROOT / "detdiff" / "gguf_import").glob("*.py"))
+    sources = sorted((ROOT / "detdiff" / "engines" / "mlx" / "gguf_import").glob("*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in (*sources, ROOT / TOOL))).hexdigest()[:12]
 
 

@@ -16,13 +16,13 @@ from planting import called
 from plugins.small_models import small_config, write_directory
 from tiny import CONFIGS
 
-from detdiff.engine import record
+from detdiff.engines.mlx.model import identity, load
+from detdiff.engines.mlx.record import record
+from detdiff.engines.mlx.twin import draw, layers_of, twin_of, with_layers
 from detdiff.errors import ModelConfigInvalid, ModelError, TokenizerMissing
 from detdiff.explain import DECIDING, explain
-from detdiff.model import identity, load
 from detdiff.reduce import Step, Wishes, reduce
 from detdiff.scenario import Scenario
-from detdiff.twin import draw, layers_of, twin_of, with_layers
 
 QUANTISED = {"group_size": 32, "bits": 4, "mode": "affine"}
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from command_line import run
 
-from detdiff.models import builtin_path
+from detdiff.engines.mlx.builtin import builtin_path
+from detdiff.engines.mlx.twin import twin_of
 from detdiff.scenario import Scenario
 from detdiff.trace import Trace
-from detdiff.twin import twin_of
 
 _SCENARIO = """
 model = "{model}"

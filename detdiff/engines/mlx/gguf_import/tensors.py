@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from detdiff.engines.mlx.gguf_import.blocks import PACKABLE, pack, unpack
+from detdiff.engines.mlx.gguf_import.container import GgufFile
+from detdiff.engines.mlx.gguf_import.rope import DIVISORS
 from detdiff.errors import GgufCorrupt, GgufUnsupported
-from detdiff.gguf_import.blocks import PACKABLE, pack, unpack
-from detdiff.gguf_import.container import GgufFile
-from detdiff.gguf_import.rope import DIVISORS
 
 OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 LAYER = {

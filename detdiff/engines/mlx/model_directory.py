@@ -27,7 +27,7 @@ from detdiff.errors import (
 
 WEIGHTS_INDEX = "model.safetensors.index.json"
 RANDOM = "detdiff_random"
-"""The key of a config.json whose model has random weights, with ``seed`` and ``dtype``; `detdiff.twin` makes them."""
+"""The key of a config.json whose model has random weights, with ``seed`` and ``dtype``; `detdiff.engines.mlx.twin` makes them."""
 LAYER_KEYS = ("num_hidden_layers", "n_layers", "n_layer")
 TOKENIZER_FILES = (
     "chat_template.jinja",
@@ -252,7 +252,7 @@ def _hash_files(files: list[Path]) -> str:
 
 
 def _hash_recipe(config: dict[str, Any]) -> str:
-    # The version of the recipe: to be raised when `detdiff.twin` draws otherwise.
+    # The version of the recipe: to be raised when `detdiff.engines.mlx.twin` draws otherwise.
     seed, dtype = recipe(config)
     return hashlib.sha256(f"{RANDOM}/1:{seed}:{dtype}".encode()).hexdigest()
 

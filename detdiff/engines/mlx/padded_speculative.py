@@ -12,7 +12,7 @@ import numpy as np
 from mlx.nn.layers.base import Module
 from mlx_lm.generate import speculative_generate_step
 
-from detdiff.instrument.forward import DRAFT, TARGET, Forward, Segment
+from detdiff.engines.mlx.instrument.forward import DRAFT, TARGET, Forward, Segment
 from detdiff.scenario import CachePlan, Schedule
 
 from .lifecycle import Owners, watched

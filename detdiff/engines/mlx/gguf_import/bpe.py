@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from detdiff.engines.mlx.gguf_import.vocabulary import UNUSED, Vocabulary
 from detdiff.errors import GgufUnsupported
-from detdiff.gguf_import.vocabulary import UNUSED, Vocabulary
 
 # The published splitting patterns of the Qwen 2 and Llama 3 tokenizers; they differ in how digits are
 # grouped.

@@ -10,9 +10,9 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import RotatingKVCache
 
-from detdiff.instrument import Session
-from detdiff.instrument.buffers import handle
-from detdiff.instrument.forward import TARGET, Forward, Segment
+from detdiff.engines.mlx.instrument import Session
+from detdiff.engines.mlx.instrument.buffers import handle
+from detdiff.engines.mlx.instrument.forward import TARGET, Forward, Segment
 from detdiff.scenario import CachePlan
 
 from .caches import RequestCaches

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from detdiff.engines.mlx.gguf_import.container import GgufFile
 from detdiff.errors import GgufCorrupt, GgufUnsupported
-from detdiff.gguf_import.container import GgufFile
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 # How the models of the importable architectures end a turn or a text, besides what the metadata names.

@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+from detdiff.engines.mlx.gguf_import.bpe import byte_level_bpe
+from detdiff.engines.mlx.gguf_import.container import GgufFile
+from detdiff.engines.mlx.gguf_import.spm import sentencepiece_bpe, visible_spaces
+from detdiff.engines.mlx.gguf_import.vocabulary import CONTROL, USER_DEFINED, Vocabulary, read_vocabulary
 from detdiff.errors import GgufCorrupt, GgufUnsupported
-from detdiff.gguf_import.bpe import byte_level_bpe
-from detdiff.gguf_import.container import GgufFile
-from detdiff.gguf_import.spm import sentencepiece_bpe, visible_spaces
-from detdiff.gguf_import.vocabulary import CONTROL, USER_DEFINED, Vocabulary, read_vocabulary
 
 # Byte-level rules whose engines put the begin token before every text unless the file says otherwise.
 BEGIN_BY_DEFAULT = ("llama-bpe",)

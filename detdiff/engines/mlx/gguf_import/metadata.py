@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from detdiff.engines.mlx.gguf_import.container import GgufFile
 from detdiff.errors import GgufCorrupt, GgufUnsupported
-from detdiff.gguf_import.container import GgufFile
 
 # Architecture as GGUF names it: (model_type in mlx-lm, class name in config.json).
 ARCHITECTURES = {

@@ -10,8 +10,8 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import make_prompt_cache
 
+from detdiff.engines.mlx.instrument.buffers import handle
 from detdiff.errors import LayoutError
-from detdiff.instrument.buffers import handle
 from detdiff.scenario import CachePlan
 from detdiff.trace import format_ranges
 

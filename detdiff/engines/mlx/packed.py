@@ -8,8 +8,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from detdiff.instrument import Session
-from detdiff.instrument.forward import DRAFT
+from detdiff.engines.mlx.instrument import Session
+from detdiff.engines.mlx.instrument.forward import DRAFT
 from detdiff.scenario import CachePlan, Schedule
 
 from .packed_model import Clock, PackedModel

@@ -9,12 +9,12 @@ from typing import Any
 
 import mlx.core as mx
 
+from detdiff.engines.mlx.instrument import Plant, Session
+from detdiff.engines.mlx.instrument.forward import DRAFT, TARGET, Forward
+from detdiff.engines.mlx.instrument.roles import Recording
+from detdiff.engines.mlx.instrument.sites import SiteMap
+from detdiff.engines.mlx.model import LoadedModel, context_limit, load
 from detdiff.errors import ContextExceeded, DraftMismatch, ModelRunError
-from detdiff.instrument import Plant, Session
-from detdiff.instrument.forward import DRAFT, TARGET, Forward
-from detdiff.instrument.roles import Recording
-from detdiff.instrument.sites import SiteMap
-from detdiff.model import LoadedModel, context_limit, load
 from detdiff.scenario import Scenario
 
 from .leaks import refuse_leaks

@@ -13,9 +13,9 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
+from detdiff.engines.mlx.instrument import Session
+from detdiff.engines.mlx.instrument.roles import Attend
 from detdiff.errors import LayoutError
-from detdiff.instrument import Session
-from detdiff.instrument.roles import Attend
 
 
 class _Opaque:

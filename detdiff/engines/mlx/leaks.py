@@ -17,13 +17,13 @@ from mlx.nn.layers.base import Module
 from mlx_lm.sample_utils import greedy_sampler
 from numpy.typing import NDArray
 
+from detdiff.engines.mlx.instrument import Session
+from detdiff.engines.mlx.instrument.buffers import memory
+from detdiff.engines.mlx.instrument.forward import Forward
+from detdiff.engines.mlx.instrument.paths import Taken
+from detdiff.engines.mlx.instrument.sites import Arrays, SiteMap
+from detdiff.engines.mlx.instrument.weights import StagedWeights
 from detdiff.errors import LayoutError
-from detdiff.instrument import Session
-from detdiff.instrument.buffers import memory
-from detdiff.instrument.forward import Forward
-from detdiff.instrument.paths import Taken
-from detdiff.instrument.sites import Arrays, SiteMap
-from detdiff.instrument.weights import StagedWeights
 from detdiff.scenario import KernelPlan
 
 from .packed_model import PackedModel

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from detdiff.engines.mlx.instrument.forward import Segment
+from detdiff.engines.mlx.model import LoadedModel, context_limit, encode
 from detdiff.errors import ContextExceeded, TokenOutOfRange
-from detdiff.instrument.forward import Segment
-from detdiff.model import LoadedModel, context_limit, encode
 from detdiff.scenario import Scenario
 
 from .forced import Forced, force
@@ -52,7 +52,7 @@ def prepare(scenario: Scenario, loaded: LoadedModel) -> list[Work]:
     """The scenario's requests, tokenised and checked against the model.
 
     Raises ContextExceeded when prompt and answer do not fit the model's context, TokenOutOfRange for ids outside
-    the vocabulary, and what ``force`` and ``detdiff.model.encode`` raise.
+    the vocabulary, and what ``force`` and ``detdiff.engines.mlx.model.encode`` raise.
     """
     limit = context_limit(loaded)
     vocabulary = loaded.identity.get("vocab_size")

@@ -21,7 +21,7 @@ from mlx_lm.generate import (
     generate_step,
 )
 
-from detdiff.instrument.forward import Forward, Segment
+from detdiff.engines.mlx.instrument.forward import Forward, Segment
 from detdiff.scenario import CachePlan, Schedule
 
 from . import lifecycle

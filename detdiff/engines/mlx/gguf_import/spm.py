@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from detdiff.gguf_import.vocabulary import BYTE, CONTROL, UNUSED, Vocabulary
+from detdiff.engines.mlx.gguf_import.vocabulary import BYTE, CONTROL, UNUSED, Vocabulary
 
 SPACE = "\u2581"
 

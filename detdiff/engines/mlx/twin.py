@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from detdiff.engines.mlx.model_directory import LAYER_KEYS, RANDOM, read_config, recipe
 from detdiff.errors import ModelConfigInvalid, ModelError, TokenizerMissing
-from detdiff.model_directory import LAYER_KEYS, RANDOM, read_config, recipe
 
 DTYPES = ("float32", "float16", "bfloat16")
 
@@ -53,7 +53,7 @@ def twin_of(source: Any, folder: Path | str, seed: int = 0, layers: int | None =
     does not say how many layers there are or has fewer, and what loading raises.
     """
     if not hasattr(source, "model"):
-        from detdiff.model import load
+        from detdiff.engines.mlx.model import load
 
         source = load(str(source))
     config = _plain(source.config if source.config else read_config(source.path))

@@ -11,13 +11,13 @@ from typing import Any
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 
+from detdiff.engines.mlx.instrument import Plant, Session
+from detdiff.engines.mlx.instrument.columns import Selection
+from detdiff.engines.mlx.instrument.forward import DRAFT
+from detdiff.engines.mlx.instrument.recorder import Recorder, Subject
+from detdiff.engines.mlx.instrument.topk import lens_logits
+from detdiff.engines.mlx.model import LoadedModel
 from detdiff.errors import LayoutError, ScenarioError
-from detdiff.instrument import Plant, Session
-from detdiff.instrument.columns import Selection
-from detdiff.instrument.forward import DRAFT
-from detdiff.instrument.recorder import Recorder, Subject
-from detdiff.instrument.topk import lens_logits
-from detdiff.model import LoadedModel
 from detdiff.scenario import Scenario
 from detdiff.trace import Trace, TraceWriter
 

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from detdiff.gguf_import.blocks import unpack
-from detdiff.gguf_import.metadata import Metadata
+from detdiff.engines.mlx.gguf_import.blocks import unpack
+from detdiff.engines.mlx.gguf_import.metadata import Metadata
 
 DIVISORS = "rope_freqs.weight"
 # All published llama3 checkpoints share these; only the factor differs.

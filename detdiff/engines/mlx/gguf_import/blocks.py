@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from detdiff.engines.mlx.gguf_import.container import GgufTensor
 from detdiff.errors import GgufPackageMissing, GgufUnsupported
-from detdiff.gguf_import.container import GgufTensor
 
 GROUP = 32
 PACKABLE = {"Q4_0": 4, "Q4_1": 4, "Q8_0": 8}

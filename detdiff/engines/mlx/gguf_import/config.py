@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from detdiff.engines.mlx.gguf_import.container import GgufFile
+from detdiff.engines.mlx.gguf_import.metadata import ARCHITECTURES, Metadata
+from detdiff.engines.mlx.gguf_import.rope import rope_scaling
 from detdiff.errors import GgufCorrupt
-from detdiff.gguf_import.container import GgufFile
-from detdiff.gguf_import.metadata import ARCHITECTURES, Metadata
-from detdiff.gguf_import.rope import rope_scaling
 
 GEMMA3_PATTERN = 6
 GEMMA3_LOCAL_BASE = 10000.0

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from detdiff.engines.mlx.model_directory import RANDOM, check_directory, config_value, identity
 from detdiff.errors import (
     ChatTemplateUnusable,
     ModelConfigInvalid,
@@ -22,7 +23,6 @@ from detdiff.errors import (
     PromptWithoutTokens,
     TokenizerInvalid,
 )
-from detdiff.model_directory import RANDOM, check_directory, config_value, identity
 
 __all__ = [
     "LoadedModel",
@@ -45,7 +45,7 @@ class LoadedModel:
     """A model that is ready to run.
 
     model: the mlx-lm ``nn.Module``, weights evaluated. tokenizer: mlx-lm's ``TokenizerWrapper``. path: the
-    directory that both came from. identity: see `detdiff.model_directory.identity`. config: config.json, plus
+    directory that both came from. identity: see `detdiff.engines.mlx.model_directory.identity`. config: config.json, plus
     what mlx-lm adds. staged: what reference kernels have made of its weights, kept from run to run.
     """
 
@@ -77,7 +77,7 @@ def locate(spec: str) -> Path:
     ``a/b/c``).
     """
     if spec in BUILTIN:
-        from detdiff.models import builtin_path
+        from detdiff.engines.mlx.builtin import builtin_path
 
         return builtin_path(spec)
     path = Path(spec).expanduser()
@@ -101,7 +101,7 @@ def load_weights(path: Path, *, lazy: bool = False) -> tuple[Any, dict[str, Any]
 
     try:
         if RANDOM in described:
-            from detdiff.twin import build
+            from detdiff.engines.mlx.twin import build
 
             return build(described)
         model, config = load_model(path, lazy=lazy)
@@ -136,7 +136,7 @@ def load_tokenizer(path: Path, config: Mapping[str, Any]) -> Any:
         TokenizerInvalid: the tokenizer files do not load.
     """
     if RANDOM in config:
-        from detdiff.twin import TokenIds
+        from detdiff.engines.mlx.twin import TokenIds
 
         return TokenIds(config.get("eos_token_id"))
     from mlx_lm.utils import load_tokenizer as load_wrapper

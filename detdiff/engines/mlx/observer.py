@@ -8,8 +8,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from detdiff.instrument.buffers import handle, memory
-from detdiff.instrument.forward import Forward
+from detdiff.engines.mlx.instrument.buffers import handle, memory
+from detdiff.engines.mlx.instrument.forward import Forward
 
 
 class Enough(Exception):

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from detdiff.engines.mlx.model_directory import WEIGHTS_INDEX
 from detdiff.errors import GgufUnsupported
-from detdiff.model_directory import WEIGHTS_INDEX
 
 SHARD_BYTES = 2 << 30
 DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}

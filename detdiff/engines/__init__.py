@@ -1,0 +1,1 @@
+"""Engines: whatever runs requests and writes a trace."""
