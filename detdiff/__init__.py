@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from detdiff.compare import Divergence, compare
-    from detdiff.engines.mlx.record import record
+    from detdiff.engines.record import record
     from detdiff.explain import Verdict, explain
     from detdiff.scenario import Scenario
     from detdiff.trace import Trace
@@ -29,7 +29,7 @@ _HOME = {
     "Verdict": "detdiff.explain",
     "compare": "detdiff.compare",
     "explain": "detdiff.explain",
-    "record": "detdiff.engines.mlx.record",
+    "record": "detdiff.engines.record",
 }
 
 

@@ -415,11 +415,27 @@ class ReductionFolderUnusable(ReductionError):
     """The folder of a reduction holds something else, or a damaged file."""
 
 
-class EngineAnswerInvalid(CheckError):
+class EngineError(DetdiffError):
+    """An engine cannot be opened, or cannot run what it was asked for."""
+
+
+class EngineUnknown(EngineError):
+    """There is no engine of that name, or no such factory."""
+
+
+class EngineUnusable(EngineError):
+    """What a factory returned is no engine, or a factory failed."""
+
+
+class EngineRefuses(EngineError):
+    """An engine cannot run a scenario: a schedule, a layout or a setting that it does not have."""
+
+
+class EngineAnswerInvalid(EngineError):
     """An engine of the user's own answered in a form that is none: tokens, log-probabilities or tapped rows do not fit."""
 
 
-class EngineFailed(CheckError):
+class EngineFailed(EngineError):
     """An engine of the user's own raised an exception, or does not run the schedule that was asked for."""
 
 

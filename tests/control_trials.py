@@ -148,7 +148,7 @@ class Series:
 
     def _record(self, loaded: Any, asked: Scenario, plants: tuple[Plant, ...] = ()) -> Trace:
         self._count += 1
-        options = RecordOptions(observe=0, plants=plants)
+        options = RecordOptions(observe=0, faults=plants)
         return record(asked, self._directory / str(self._count), loaded=loaded, options=options)
 
     def _call(self, draw: random.Random, trace: Trace) -> tuple[str, int, int] | None:

@@ -63,7 +63,7 @@ class Trials:
         draw = random.Random(f"{self._seed} {number}")
         request, position, site = draw.choice(ground.places)
         plant = Plant(site, request, position, draw.randrange(1 << 16))
-        other = self._runs.record(model(*suite[:2]), ground.asked, RecordOptions(observe=0, plants=(plant,)))
+        other = self._runs.record(model(*suite[:2]), ground.asked, RecordOptions(observe=0, faults=(plant,)))
         divergence = compare(ground.base, other)
         named = [(r.id, r.origin.site, r.origin.position) for r in divergence.requests if r.origin]
         count = sum(origin.count for r in divergence.requests for origin in r.origins)

@@ -85,7 +85,7 @@ class Case:
                 if isinstance(given, Trace):
                     traces.append(given)
                     continue
-                options = RecordOptions(plants=faults, progress=progress, durable=False)
+                options = RecordOptions(faults=faults, progress=progress, durable=False)
                 path = folder / name
                 traces.append(
                     record(scenario, path, loaded=models.target, draft=models.draft, options=options)
@@ -139,7 +139,7 @@ class Case:
         self._recorded += 1
         path = self._folder / f"again-{self._recorded}"
         options = options or RecordOptions(observe=0, progress=self.progress)
-        options = replace(options, plants=self.faults(side), durable=False)
+        options = replace(options, faults=self.faults(side), durable=False)
         trace = record(scenario, path, loaded=self.loaded, draft=self.draft, options=options)
         self.budget.spend(len(trace.forwards()))
         return trace

@@ -77,7 +77,7 @@ def test_a_fault_is_still_found(runs: Runs, seed: int) -> None:
     serial = runs.record(of, drawn("qwen3_moe", seed, schedule="serial"))
     plant = Plant("layers.1.self_attn.attention", 1, 0, seed)
     asked = drawn("qwen3_moe", seed, **VARIANTS["continuous packed"])
-    found = compare(serial, runs.record(of, asked, RecordOptions(observe=0, plants=(plant,))))
+    found = compare(serial, runs.record(of, asked, RecordOptions(observe=0, faults=(plant,))))
     (hit,) = [request for request in found.requests if request.origin is not None]
     assert hit.origin is not None
     assert (hit.id, hit.origin.site, hit.origin.position) == ("r1", "layers.1.self_attn.attention", 0)

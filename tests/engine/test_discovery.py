@@ -54,7 +54,7 @@ def test_a_fault_in_a_sorted_expert_linear_is_named_there(tmp_path: Path) -> Non
         site = f"layers.1.mlp.switch_mlp.{name}"
         # A row of the prompt, sorted, and a decode row, which is not.
         for position in (3, 9):
-            options = RecordOptions(plants=(Plant(site, 0, position, element=5),))
+            options = RecordOptions(faults=(Plant(site, 0, position, element=5),))
             wrong = record(asked, tmp_path / f"{number}-{position}", loaded=loaded, options=options)
             (request,) = compare(base, wrong).requests
             assert request.origin is not None

@@ -125,7 +125,7 @@ def test_a_difference_after_the_flip_is_found_at_its_place(runs: Runs, drawn: Tr
     wrong = runs.record(
         model("llama"),
         scenario(max_tokens=24, ignore_stop=True, force_tokens=str(drawn.path)),
-        RecordOptions(observe=0, plants=(plant,)),
+        RecordOptions(observe=0, faults=(plant,)),
     )
     (request, *_) = compare(drawn, wrong).requests
     assert request.origin is not None

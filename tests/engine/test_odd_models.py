@@ -62,7 +62,7 @@ def test_the_second_time_through_a_layer_is_a_site_of_its_own(runs: Runs) -> Non
     assert len(seen) == 2
     for site in ("layers.1.up_proj.2", "layers.0.self_attn.attention.2", "layers.0.2"):
         plant = Plant(site, 1, 2, 9)
-        other = runs.record(of, scenario(), RecordOptions(observe=0, plants=(plant,)))
+        other = runs.record(of, scenario(), RecordOptions(observe=0, faults=(plant,)))
         (hit,) = [request for request in compare(base, other).requests if request.origin is not None]
         assert hit.origin is not None
         assert (hit.id, hit.origin.site, hit.origin.position) == ("r1", site, 2)

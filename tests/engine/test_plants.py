@@ -51,7 +51,7 @@ def test_every_kind_of_site_can_be_the_origin(runs: Runs, layout: str, site: str
     base = runs.record(of, asked)
     # The last prompt row: fed in every layout, and one whose logits are used.
     plant = Plant(site, 2, 34, 3)
-    other = runs.record(of, asked, RecordOptions(observe=0, plants=(plant,)))
+    other = runs.record(of, asked, RecordOptions(observe=0, faults=(plant,)))
     divergence = compare(base, other)
     (hit,) = [request for request in divergence.requests if request.origin is not None]
     assert hit.origin is not None
@@ -64,5 +64,5 @@ def test_without_a_plant_nothing_is_found(runs: Runs) -> None:
     of = model("qwen3_moe")
     asked = scenario("continuous", "packed", arrivals=(0, 2, 5), lengths=(12, 3, 35), max_tokens=5)
     off_the_row = Plant("norm", 2, 4000, 3)
-    other = runs.record(of, asked, RecordOptions(observe=0, plants=(off_the_row,)))
+    other = runs.record(of, asked, RecordOptions(observe=0, faults=(off_the_row,)))
     assert compare(runs.record(of, asked), other).identical

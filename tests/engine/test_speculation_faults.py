@@ -113,7 +113,7 @@ def test_counts_that_do_not_add_up(sound: Trace, runs: Runs) -> None:
 
 def test_a_difference_born_in_the_draft_is_named_as_such(sound: Trace, runs: Runs) -> None:
     plant = Plant("draft.layers.1.mlp.up_proj", 1, 4)
-    other = runs.record(model("llama"), asked(), RecordOptions(observe=0, plants=(plant,)), drafting(seed=5))
+    other = runs.record(model("llama"), asked(), RecordOptions(observe=0, faults=(plant,)), drafting(seed=5))
     divergence = compare(sound, other)
     assert divergence.rung == "bits" and divergence.first == "r1"
     request = divergence.request("r1")
@@ -127,7 +127,7 @@ def test_a_difference_born_in_the_draft_is_named_as_such(sound: Trace, runs: Run
 
 def test_a_difference_born_in_the_target_comes_before_the_drafts(sound: Trace, runs: Runs) -> None:
     plants = (Plant("layers.0.mlp.up_proj", 0, 13), Plant("draft.layers.0.mlp.up_proj", 2, 1))
-    other = runs.record(model("llama"), asked(), RecordOptions(observe=0, plants=plants), drafting(seed=5))
+    other = runs.record(model("llama"), asked(), RecordOptions(observe=0, faults=plants), drafting(seed=5))
     divergence = compare(sound, other)
     assert divergence.first == "r0"
     origin = divergence.request("r0").origin

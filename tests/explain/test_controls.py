@@ -78,7 +78,7 @@ def test_holding_the_path_removes_what_the_path_made(runs: Runs, layout: str, ke
 def test_holding_the_path_leaves_what_it_did_not_make(runs: Runs) -> None:
     plant = Plant("layers.0.self_attn.k_proj", 0, 4, 7)
     loaded, asked = model("llama"), scenario("continuous", "packed", max_tokens=6)
-    b = runs.record(loaded, asked, RecordOptions(observe=0, plants=(plant,)))
+    b = runs.record(loaded, asked, RecordOptions(observe=0, faults=(plant,)))
     control = CONTROLS["hold_path"](
         Case.of(runs.record(loaded, asked), b, loaded=loaded, plants=((), (plant,)))
     )
@@ -116,7 +116,7 @@ def test_neighbours_of_another_length_change_the_path_only_where_it_goes_by_rows
 def test_a_request_alone_has_no_neighbours(runs: Runs) -> None:
     loaded, plant = model("llama"), Plant("layers.0.self_attn.v_proj", 0, 1, 1)
     asked = scenario(lengths=(6,), max_tokens=4)
-    b = runs.record(loaded, asked, RecordOptions(observe=0, plants=(plant,)))
+    b = runs.record(loaded, asked, RecordOptions(observe=0, faults=(plant,)))
     case = Case.of(runs.record(loaded, asked), b, loaded=loaded, plants=((), (plant,)))
     control = CONTROLS["neighbour_content"](case)
     assert control.result == "not_run" and "no neighbours" in control.said

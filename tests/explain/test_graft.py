@@ -26,7 +26,7 @@ def runs(tmp_path: Path) -> Runs:
 def _planted(runs: Runs, arch: str, plant: Plant, schedule: str, layout: str, **keys: Any) -> Case:
     loaded, asked = model(arch, "f32"), scenario(schedule, layout, **{"max_tokens": 10, **keys})
     a = runs.record(loaded, asked)
-    b = runs.record(loaded, asked, RecordOptions(observe=0, plants=(plant,)))
+    b = runs.record(loaded, asked, RecordOptions(observe=0, faults=(plant,)))
     return Case.of(a, b, loaded=loaded, plants=((), (plant,)))
 
 
@@ -67,7 +67,7 @@ def test_what_is_born_in_the_deciding_forward_too_remains(runs: Runs) -> None:
     last = Plant("layers.1.mlp.down_proj", 0, 12 + 10 - 2, 3)
     loaded, asked = model("llama"), scenario("continuous", "packed", max_tokens=10)
     a = runs.record(loaded, asked)
-    b = runs.record(loaded, asked, RecordOptions(observe=0, plants=(first, last)))
+    b = runs.record(loaded, asked, RecordOptions(observe=0, faults=(first, last)))
     case = Case.of(a, b, loaded=loaded, plants=((), (first, last)))
     assert [CONTROLS[name](case).result for name in ("graft_in", "graft_out")] == [
         "remains",

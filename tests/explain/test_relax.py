@@ -76,7 +76,7 @@ def test_a_difference_that_is_no_path_change_remains(runs: Runs) -> None:
     plant = Plant("layers.0.self_attn.v_proj", 0, 2, 5)
     a = runs.record(loaded, scenario("serial", "packed", **keys))
     asked = scenario("continuous", "packed", active=3, **keys)
-    b = runs.record(loaded, asked, RecordOptions(observe=0, plants=(plant,)))
+    b = runs.record(loaded, asked, RecordOptions(observe=0, faults=(plant,)))
     case = Case.of(a, b, loaded=loaded, plants=((), (plant,)))
     assert CONTROLS["relax"](case).result == "remains"
 
@@ -86,7 +86,7 @@ def test_one_schedule_has_no_path_change(runs: Runs) -> None:
     plant = Plant("layers.0.self_attn.v_proj", 0, 2, 5)
     asked = scenario("continuous", "packed", active=3, **CANDLE)
     a = runs.record(loaded, asked)
-    b = runs.record(loaded, asked, RecordOptions(observe=0, plants=(plant,)))
+    b = runs.record(loaded, asked, RecordOptions(observe=0, faults=(plant,)))
     relaxed = CONTROLS["relax"](Case.of(a, b, loaded=loaded, plants=((), (plant,))))
     assert (relaxed.result, relaxed.detail["candidates"]) == ("none", 0)
 

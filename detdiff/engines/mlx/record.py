@@ -3,46 +3,32 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 
-from detdiff.engines.mlx.instrument import Plant, Session
+from detdiff.engines.base import Begin, RunOptions
+from detdiff.engines.mlx.instrument import Session
 from detdiff.engines.mlx.instrument.columns import Selection
 from detdiff.engines.mlx.instrument.forward import DRAFT
 from detdiff.engines.mlx.instrument.recorder import Recorder, Subject
 from detdiff.engines.mlx.instrument.topk import lens_logits
-from detdiff.engines.mlx.model import LoadedModel
+from detdiff.engines.mlx.model import LoadedModel, load
+from detdiff.engines.record import record as record_engine
 from detdiff.errors import LayoutError, ScenarioError
 from detdiff.scenario import Scenario
-from detdiff.trace import Trace, TraceWriter
+from detdiff.trace import Trace
 
-from .environment import environment
+from .engine import MlxEngine
 from .observer import FirstLogits, compare_logits
-from .serve import Models, OnLogits, Sessions, identity, serve
+from .serve import Models, OnLogits, Sessions, serve
 from .work import Work, prepare
 
-Progress = Callable[[int, int], None]  # tokens generated so far, tokens at most
-
-
-@dataclass(frozen=True)
-class RecordOptions:
-    """How to record, beyond what the scenario says.
-
-    ``observe`` forwards are run again without recording and their logits compared (0: no check); ``plants`` are
-    faults to plant; ``progress`` is called after each generated token; ``values`` keeps the values of these positions
-    by request id, whatever the scenario's capture says. A trace that is not ``durable`` is not synced to the disk.
-    """
-
-    observe: int = 4
-    plants: tuple[Plant, ...] = ()
-    progress: Progress | None = None
-    values: Mapping[str, Collection[int]] | None = None
-    durable: bool = True
+RecordOptions = RunOptions
 
 
 def record(
@@ -51,46 +37,47 @@ def record(
     *,
     loaded: LoadedModel | None = None,
     draft: LoadedModel | None = None,
-    options: RecordOptions | None = None,
+    options: RunOptions | None = None,
 ) -> Trace:
-    """Run ``scenario`` and write its trace to the new directory ``path``.
+    """Run ``scenario`` with mlx models and write its trace to the new directory ``path``.
 
     ``loaded`` and ``draft`` are the scenario's models where they are loaded already. An interrupted run leaves every finished shard
     readable. Raises the subclasses of DetdiffError that loading, preparing, running and writing raise.
     """
-    options = options or RecordOptions()
-    models = Models.of(scenario, loaded, draft)
+    engine = MlxEngine(loaded or load(scenario.model), draft)
+    return record_engine(scenario, path, engine=engine, options=options)
+
+
+def run(scenario: Scenario, models: Models, begin: Begin, options: RunOptions) -> dict[str, Any]:
+    """Run ``scenario`` into the writer that ``begin`` gives; what ``finish`` is told. See `base.Engine.run`."""
     work = _prepared(scenario, models)
-    sessions = Sessions.of(scenario, models, options.plants)
+    sessions = Sessions.of(scenario, models, options.faults)
     # What cannot be recorded is said before there is a trace.
     subject = _subject(scenario, models.target, work, sessions, options)
     total = sum(w.max_tokens for w in work)
     seen = FirstLogits(_observed(scenario, options))
     started, clock = time.time(), time.perf_counter()
-    with TraceWriter(
-        Path(path), _header(scenario, models, work, sessions), durable=options.durable
-    ) as writer:
-        recorder = Recorder(writer, sessions.target.sites, subject, sessions.sites.get(DRAFT))
-        count = 0
+    writer = begin(_header(scenario, models, work, sessions))
+    recorder = Recorder(writer, sessions.target.sites, subject, sessions.sites.get(DRAFT))
+    count = 0
 
-        def on_token(request: int, index: int, token: int) -> None:
-            nonlocal count
-            recorder.token(request, index, token)
-            count += 1
-            if options.progress is not None:
-                options.progress(count, total)
+    def on_token(request: int, index: int, token: int) -> None:
+        nonlocal count
+        recorder.token(request, index, token)
+        count += 1
+        if options.progress is not None:
+            options.progress(count, total)
 
-        with sessions.running(recorder, seen):
-            counts = serve(scenario, sessions, work, on_token, recorder.event)
-            recorder.finish()
-        seconds = time.perf_counter() - clock
-        observer = compare_logits(
-            seen, lambda logits: _unrecorded(scenario, sessions, _prepared(scenario, models), logits)
-        )
-        times = {"started": started, "seconds": seconds, "rows": recorder.rows, "forwards": recorder.forwards}
-        more = {} if scenario.speculation is None else {"speculation": counts}
-        writer.finish(complete=True, times=times, observer=observer, **more)
-    return Trace.open(Path(path))
+    with sessions.running(recorder, seen):
+        counts = serve(scenario, sessions, work, on_token, recorder.event)
+        recorder.finish()
+    seconds = time.perf_counter() - clock
+    observer = compare_logits(
+        seen, lambda logits: _unrecorded(scenario, sessions, _prepared(scenario, models), logits)
+    )
+    times = {"started": started, "seconds": seconds, "rows": recorder.rows, "forwards": recorder.forwards}
+    more = {} if scenario.speculation is None else {"speculation": counts}
+    return {"times": times, "observer": observer, **more}
 
 
 def generate(
@@ -122,16 +109,14 @@ def _unrecorded(scenario: Scenario, sessions: Sessions, work: list[Work], on_log
         serve(scenario, sessions, work, lambda *_: None)
 
 
-def _observed(scenario: Scenario, options: RecordOptions) -> int:
+def _observed(scenario: Scenario, options: RunOptions) -> int:
     """Forwards to check: under speculation so many of the target's, with the draft's before each."""
     return options.observe * (1 if scenario.speculation is None else 1 + scenario.speculation.drafts)
 
 
 def _header(scenario: Scenario, models: Models, work: list[Work], sessions: Sessions) -> dict[str, Any]:
     return {
-        "scenario": scenario.to_dict(),
-        **identity(models),
-        "environment": environment(),
+        **({} if models.draft is None else {"draft": dict(models.draft.identity)}),
         "requests": [
             {
                 "id": w.id,
@@ -149,7 +134,7 @@ def _header(scenario: Scenario, models: Models, work: list[Work], sessions: Sess
 
 
 def _subject(
-    scenario: Scenario, loaded: LoadedModel, work: list[Work], sessions: Sessions, options: RecordOptions
+    scenario: Scenario, loaded: LoadedModel, work: list[Work], sessions: Sessions, options: RunOptions
 ) -> Subject:
     def text(token: int) -> str:
         return str(loaded.tokenizer.decode([token]))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import mlx.core as mx
 
@@ -178,9 +177,3 @@ def _serve(
     target.compose = composer.compose
     run_padded(PaddedRun(target.model, scenario.schedule, composer, on_token, scenario.cache, event), work)
     return {}
-
-
-def identity(models: Models) -> dict[str, Any]:
-    """What a trace's header says of the models."""
-    found: dict[str, Any] = {"model": dict(models.target.identity)}
-    return found if models.draft is None else {**found, "draft": dict(models.draft.identity)}

@@ -1,0 +1,132 @@
+"""Engines by name: the built-in ones, those of entry points, and a user's ``package.module:factory``."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Mapping
+from importlib import metadata
+from typing import Any, Final
+
+from detdiff.engines.base import Engine
+from detdiff.errors import DetdiffError, EngineUnknown, EngineUnusable
+from detdiff.scenario import Scenario
+
+GROUP: Final = "detdiff.engines"
+DEFAULT: Final = "mlx"
+BUILT_IN: Final[Mapping[str, str]] = {
+    "mlx": "detdiff.engines.mlx.engine:open_mlx",
+}
+"""Found without installation metadata, so that a source tree works."""
+
+Factory = Callable[..., Any]
+
+
+def engine_of(scenario: Scenario) -> tuple[str, str | None, dict[str, Any]]:
+    """A scenario's engine by name, its model and its engine settings: what decides which engine is opened."""
+    name = getattr(scenario, "engine", None) or DEFAULT
+    settings: Mapping[str, Any] = getattr(scenario, "engine_settings", None) or {}
+    return name, scenario.model or None, dict(settings)
+
+
+def same_engine(a: Scenario, b: Scenario) -> bool:
+    """Whether one opened engine serves both scenarios."""
+    return engine_of(a) == engine_of(b)
+
+
+def open_engine(scenario: Scenario) -> Engine:
+    """The engine that a scenario names, opened with its model and settings.
+
+    Raises EngineUnknown, EngineUnusable, and what opening a model raises.
+    """
+    name, model, settings = engine_of(scenario)
+    return open_named(name, model, settings)
+
+
+def open_named(name: str, model: str | None, settings: Mapping[str, Any]) -> Engine:
+    """The engine ``name`` (registered, or ``package.module:factory``) with a model. Raises as ``open_engine`` does."""
+    factory = find_factory(name)
+    try:
+        made = factory(*_arguments(factory, model, settings))
+    except DetdiffError:
+        raise
+    except Exception as error:  # a factory of the user's may fail in any way
+        words = " ".join(str(error).split())[:300].rstrip(".") or "no message"
+        raise EngineUnusable(
+            f"The factory of the engine {name!r} raised {type(error).__name__} ({words}) for the model {model!r}; expected an "
+            "engine. Correct the factory, or the model and settings that it is given."
+        ) from error
+    found = as_engine(made, name=name, settings=settings)
+    if found is None:
+        raise EngineUnusable(
+            f"The factory of the engine {name!r} returned a {type(made).__name__}; expected an engine, or an object or "
+            "function with generate(requests, schedule). Return one of them."
+        )
+    return found
+
+
+def as_engine(
+    given: Any, *, name: str | None = None, settings: Mapping[str, Any] | None = None
+) -> Engine | None:
+    """``given`` as an engine: one already, an object or a function that generates, a causal language model of
+    transformers; None for anything else. ``name`` and ``settings`` are those that a trace is to name."""
+    if isinstance(given, Engine) and not isinstance(given, type):
+        return given
+    return None
+
+
+def find_factory(name: str) -> Factory:
+    """The factory behind an engine's name. Raises EngineUnknown."""
+    if ":" in name:
+        return _imported(name, name)
+    own = {entry.name: entry.value for entry in metadata.entry_points(group=GROUP)}
+    known = {**own, **BUILT_IN}
+    if name not in known:
+        raise EngineUnknown(
+            f"There is no engine {name!r}; expected {', '.join(sorted(known))}, or a factory as package.module:factory. "
+            "Correct the name, or install the package that has it."
+        )
+    return _imported(known[name], name)
+
+
+def _imported(place: str, name: str) -> Factory:
+    module_name, _, attribute = place.partition(":")
+    # A console script does not have the folder that it was started in on its path, and a user's module lies there.
+    folder, added = os.getcwd(), False
+    if name == place and folder not in sys.path and "" not in sys.path:
+        sys.path.insert(0, folder)
+        added = True
+    try:
+        found: Any = importlib.import_module(module_name)
+        for part in attribute.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError, ValueError) as error:
+        if isinstance(error, ModuleNotFoundError) and name in BUILT_IN:
+            raise  # what the engine's own library lacks is said by its name
+        raise EngineUnknown(
+            f"The engine {name!r} cannot be imported ({type(error).__name__}: {str(error).rstrip('.')}); expected a module and "
+            "the name of a factory in it, as package.module:factory. Correct it, or run from the folder that the module is in."
+        ) from error
+    finally:
+        if added:
+            sys.path.remove(folder)
+    if not callable(found):
+        raise EngineUnknown(
+            f"The engine {name!r} names a {type(found).__name__}; expected a factory that can be called. Name one."
+        )
+    factory: Factory = found
+    return factory
+
+
+def _arguments(factory: Factory, model: str | None, settings: Mapping[str, Any]) -> tuple[Any, ...]:
+    """As many of model and settings as the factory takes."""
+    given = (model, dict(settings))
+    for count in (2, 1):
+        try:
+            inspect.signature(factory).bind(*given[:count])
+        except (TypeError, ValueError):
+            continue
+        return given[:count]
+    return ()
