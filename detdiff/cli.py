@@ -190,8 +190,7 @@ def record(scenario: Path, trace: Path, capture: str | None, changes: tuple[str,
     Example: detdiff record scenario.toml -o traces/a --set schedule=continuous
     """
     from detdiff.commands.show import summary, summary_text
-    from detdiff.scenario import Scenario
-    from detdiff.scenario_flags import parse_flags
+    from detdiff.scenario import Scenario, parse_flags
 
     if capture is not None:
         changes = (*changes, f"capture={capture}")

@@ -12,8 +12,7 @@ from functools import partial
 from itertools import accumulate
 
 from detdiff.errors import HypothesisMissing, ScenarioRangeError
-from detdiff.scenario import Request, Scenario, Schedule
-from detdiff.scenario_parts import LAYOUTS
+from detdiff.scenario import LAYOUTS, Request, Scenario, Schedule
 
 try:
     from hypothesis import strategies as st

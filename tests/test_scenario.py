@@ -24,7 +24,15 @@ from detdiff.scenario import (
     Schedule,
     Speculation,
 )
-from detdiff.scenario_flags import CHANGE_KEYS, FILE_KEYS, FLAG_KEYS, REQUEST_KEYS, RULE_KEYS, parse_flags
+from detdiff.scenario.keys import (
+    CHANGE_KEYS,
+    FILE_KEYS,
+    FLAG_KEYS,
+    REQUEST_KEYS,
+    RULE_KEYS,
+    TABLE,
+    parse_flags,
+)
 
 DOCS = Path(__file__).resolve().parent.parent / "docs" / "scenario.md"
 
@@ -380,3 +388,22 @@ def test_a_profiles_file_is_looked_for_beside_the_scenario(
 def test_a_profiles_name_and_parameters_stay_as_they_are() -> None:
     spec = "mlx-metal:generation=15,letter=s,version=0.32.0"
     assert Scenario.from_flags("builtin", ["a"], f"kernels={spec}").kernels.profile == spec
+
+
+def test_the_table_says_the_defaults_that_the_classes_have() -> None:
+    plain = Scenario("builtin", (Request("r0", prompt="a"),), speculation=Speculation("builtin-draft"))
+    words = {"off": None, "no limit": None, "contiguous": None, "all": None, "false": False}
+    checked = 0
+    for section, keys in TABLE.items():
+        whole: Any = {"Rule": PathRule(), "Request": plain.requests[0]}.get(
+            section.split()[0].rstrip("s"), plain
+        )
+        for key in keys:
+            said = key.default.strip("`")
+            if key.name in ("model", "draft", "kernels", "id", "prompt", "tokens"):
+                continue
+            found = getattr(getattr(whole, key.part) if key.part else whole, key.attribute) or None
+            expected = words[said] or None if said in words else key.kind.read(said) or None
+            assert found == expected, key.name
+            checked += 1
+    assert checked == sum(map(len, TABLE.values())) - 6

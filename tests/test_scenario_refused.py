@@ -25,7 +25,7 @@ from detdiff.errors import (
     ScenarioTypeError,
 )
 from detdiff.scenario import Scenario
-from detdiff.scenario_flags import FILE_KEYS, REQUEST_KEYS, RULE_KEYS
+from detdiff.scenario.keys import FILE_KEYS, REQUEST_KEYS, RULE_KEYS
 
 
 def minimal(**keys: Any) -> dict[str, Any]:

@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""Write docs/cli.md from the commands' own help; a test says when it is out of date.
+"""Write docs/cli.md from the commands' own help, and the tables of docs/scenario.md from the table of keys.
 
-python tools/cli_docs.py            writes docs/cli.md
-python tools/cli_docs.py --check    exit status 1 when docs/cli.md is out of date
+python tools/cli_docs.py            writes both; what is not a table of docs/scenario.md stays
+python tools/cli_docs.py --check    exit status 1 when one of them is out of date, as a test asks
 """
 
 from __future__ import annotations
 
+import re
 import sys
 import textwrap
 from pathlib import Path
@@ -14,8 +15,10 @@ from pathlib import Path
 import click
 
 from detdiff.cli import main as cli
+from detdiff.scenario.keys import TABLE
 
-TARGET = Path(__file__).resolve().parent.parent / "docs" / "cli.md"
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+HEADER = "| key | value | default |\n|---|---|---|\n"
 INTRODUCTION = """\
 # Commands
 
@@ -89,12 +92,29 @@ def page() -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def scenario_page(before: str) -> str:
+    """docs/scenario.md with its tables as they should be. Raises KeyError for a table of no section."""
+    tables = {
+        keys[0].name: "".join(f"| `{key.name}` | {key.value} | {key.default} |\n" for key in keys)
+        for keys in TABLE.values()
+    }
+    return re.sub(
+        re.escape(HEADER) + r"\| `(\w+)` .*\n(?:\|.*\n)*",
+        lambda found: HEADER + tables[found[1]],
+        before,
+    )
+
+
 def main() -> int:
     """Run the command line; returns the exit status."""
-    text = page()
-    if sys.argv[1:] == ["--check"]:
-        return int(not TARGET.is_file() or TARGET.read_text(encoding="utf-8") != text)
-    TARGET.write_text(text, encoding="utf-8")
+    scenario = (DOCS / "scenario.md").read_text(encoding="utf-8")
+    pages = {"cli.md": page(), "scenario.md": scenario_page(scenario)}
+    for name, text in pages.items():
+        path = DOCS / name
+        if sys.argv[1:] != ["--check"]:
+            path.write_text(text, encoding="utf-8")
+        elif not path.is_file() or path.read_text(encoding="utf-8") != text:
+            return 1
     return 0
 
 

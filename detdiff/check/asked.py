@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from detdiff.errors import CheckSettingInvalid, NothingToCheck
-from detdiff.scenario import KernelPlan, Scenario
-from detdiff.scenario_flags import nearest
+from detdiff.scenario import KernelPlan, Scenario, nearest
 
 from .compositions import LAYOUTS_BY_DEFAULT, SCHEDULES_BY_DEFAULT
 from .levels import EXACT, LEVELS

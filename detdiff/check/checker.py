@@ -10,8 +10,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Final
 
 from detdiff.errors import CheckSettingInvalid, CheckSubjectInvalid, DetdiffError
-from detdiff.scenario import KernelPlan
-from detdiff.scenario_flags import nearest
+from detdiff.scenario import KernelPlan, nearest
 
 from .asked import Asked, Defaults
 from .compositions import Composition, compositions

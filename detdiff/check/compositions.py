@@ -14,9 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from detdiff.errors import NothingToCheck, ScheduleInvalid
-from detdiff.scenario import Scenario, located
-from detdiff.scenario_flags import parse_flags
-from detdiff.scenario_parts import LAYOUTS, SCHEDULES
+from detdiff.scenario import LAYOUTS, SCHEDULES, Scenario, located, parse_flags
 
 SCHEDULES_BY_DEFAULT: Final = ("static:2", "continuous:4")
 LAYOUTS_BY_DEFAULT: Final = ("padded", "packed")

@@ -12,8 +12,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 
 from detdiff.errors import CheckSettingInvalid, CheckSubjectInvalid, EngineFailed, NothingToCheck
 from detdiff.probe import Probe
-from detdiff.scenario import Request, Scenario
-from detdiff.scenario_parts import Schedule
+from detdiff.scenario import Request, Scenario, Schedule
 
 from .compositions import Composition
 from .difference import Compared, Difference, difference

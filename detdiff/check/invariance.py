@@ -13,8 +13,7 @@ from typing import Any, Final
 from detdiff.compare import Divergence, compare
 from detdiff.errors import DetdiffError, NothingToCheck
 from detdiff.explain import Control, Verdict
-from detdiff.scenario import Scenario
-from detdiff.scenario_parts import LAYOUTS
+from detdiff.scenario import LAYOUTS, Scenario
 from detdiff.trace import Trace
 
 from . import golden

@@ -15,7 +15,7 @@ from detdiff.errors import CheckSubjectInvalid, EngineFailed, TorchMissing
 from detdiff.probe import Probe, probe
 from detdiff.probe.sweep import work
 from detdiff.probe.torch_sites import is_linear, torch_shapes
-from detdiff.scenario_parts import Schedule
+from detdiff.scenario import Schedule
 from detdiff_kernels.rounding import DTYPES
 
 from .generation import EngineRequest, Generation

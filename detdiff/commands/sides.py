@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from detdiff.errors import CommandError, DetdiffError, Interrupted, TraceExists
-from detdiff.scenario import Scenario, located
-from detdiff.scenario_flags import parse_flags
+from detdiff.scenario import Scenario, located, parse_flags
 from detdiff.trace import Trace
 
 if TYPE_CHECKING:

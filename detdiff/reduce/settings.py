@@ -8,8 +8,7 @@ from typing import Any, Final
 
 from detdiff.errors import ScenarioError
 from detdiff.explain.smallest import smallest
-from detdiff.scenario import Request, Scenario
-from detdiff.scenario_flags import toml_text
+from detdiff.scenario import Request, Scenario, toml_text
 
 from .candidate import Candidate
 

@@ -1,8 +1,4 @@
-"""A scenario says everything about a run: model, requests, schedule, speculation, cache, kernel plan, capture.
-
-Files and flags share one set of flat keys (``detdiff.scenario_flags``); ``to_dict`` and ``from_dict`` are the
-one form behind both.
-"""
+"""The scenario: from files, flags and dictionaries of the same flat keys, to them, and changed by them."""
 
 from __future__ import annotations
 
@@ -25,19 +21,22 @@ from detdiff.errors import (
     ScenarioRangeError,
     ScenarioTypeError,
 )
-from detdiff.scenario_flags import (
+from detdiff.scenario.keys import (
     CHANGE_KEYS,
     FILE_KEYS,
     REQUEST_KEYS,
     RULE_KEYS,
+    RUN_KEYS,
     SETTING_KEYS,
+    Key,
     known,
     nearest,
     parse_flags,
     toml_text,
     typed,
+    useless,
 )
-from detdiff.scenario_parts import (
+from detdiff.scenario.settings import (
     CachePlan,
     Capture,
     KernelPlan,
@@ -48,19 +47,6 @@ from detdiff.scenario_parts import (
     Speculation,
     check_name,
 )
-from detdiff.scenario_uses import check_uses, useless
-
-__all__ = [
-    "CachePlan",
-    "Capture",
-    "KernelPlan",
-    "PathRule",
-    "Request",
-    "Sampling",
-    "Scenario",
-    "Schedule",
-    "Speculation",
-]
 
 
 @dataclass(frozen=True)
@@ -109,8 +95,7 @@ class Scenario:
                 )
         if self.force_tokens is not None:
             check_name("force_tokens", self.force_tokens)
-        sampled = next((request.id for request in self.requests if request.sampling.temperature), None)
-        check_uses(self.schedule, self.cache, self.speculation, self.force_tokens, sampled)
+        _check_uses(self)
 
     @classmethod
     def from_toml(cls, path: str | Path) -> Scenario:
@@ -138,7 +123,7 @@ class Scenario:
     def from_flags(cls, model: str, prompts: Sequence[str], flags: str) -> Scenario:
         """A scenario without a file: ``prompts`` in order (ids r0, r1, ...), then the flags' ``tokens``.
 
-        ``flags`` is text for ``detdiff.scenario_flags.parse_flags``; ``arrivals`` has one number for each
+        ``flags`` is text for ``detdiff.scenario.keys.parse_flags``; ``arrivals`` has one number for each
         request. Raises what ``parse_flags`` and ``from_dict`` raise.
         """
         with located("flags"):
@@ -179,31 +164,10 @@ class Scenario:
     def to_dict(self) -> dict[str, Any]:
         """The flat keys, fit for JSON, in one order; ``from_dict`` reads them. None is left to a default, but for those
         of speculation, cache and forcing, which stand here where they are used."""
-        schedule, capture = self.schedule, self.capture
-        keys: dict[str, Any] = {
-            "model": self.model,
-            "schedule": schedule.kind,
-            "layout": schedule.layout,
-            "active": schedule.active,
-            "row_budget": schedule.row_budget,
-            "prefill_chunk": schedule.prefill_chunk,
-            **({} if self.speculation is None else vars(self.speculation)),
-            "force_tokens": self.force_tokens,
-            **_cache_keys(self.cache),
-            "kernels": self.kernels.profile,
-            "split_rows": self.kernels.split_rows,
-            "capture": capture.level,
-            "lens": capture.lens,
-            "top": capture.top,
-            "window_requests": list(capture.requests),
-            "window_positions": None if capture.positions is None else list(capture.positions),
-            "window_sites": list(capture.sites),
-            "digest": capture.digest,
-            "memory_mb": capture.memory_mb,
-            "request": [_request_keys(request) for request in self.requests],
-            "rule": [{name: getattr(rule, name) for name in RULE_KEYS} for rule in self.kernels.rules],
-        }
-        return {name: value for name, value in keys.items() if value is not None and value != []}
+        keys = _written(RUN_KEYS, self)
+        keys["request"] = [_written(REQUEST_KEYS, request) for request in self.requests]
+        keys["rule"] = [_written(RULE_KEYS, rule) for rule in self.kernels.rules]
+        return {name: value for name, value in keys.items() if value != []}
 
     def to_toml(self) -> str:
         """The text of a scenario file that ``from_toml`` reads back to an equal scenario."""
@@ -261,25 +225,21 @@ def _trace_path(trace: str, folder: Path) -> str:
     return os.path.abspath(folder / os.path.expanduser(trace)) if trace else trace
 
 
-_PLACES: Mapping[str, Callable[[str, Path], str]] = {
+_FILES: Mapping[str, Callable[[str, Path], str]] = {
     "model": _model_path,
-    "draft": _model_path,
-    "kernels": _profile_path,
-    "force_tokens": _trace_path,
+    "profile": _profile_path,
+    "trace": _trace_path,
 }
 
 
 def _resolved(keys: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """``keys`` with every relative file and directory looked for in ``folder``."""
     return {
-        name: _PLACES[name](value, folder) if name in _PLACES and isinstance(value, str) else value
+        name: _FILES[RUN_KEYS[name].file](value, folder)
+        if name in RUN_KEYS and RUN_KEYS[name].file and isinstance(value, str)
+        else value
         for name, value in keys.items()
     }
-
-
-def _cache_keys(cache: CachePlan) -> dict[str, Any]:
-    plain = CachePlan()
-    return {name: value for name, value in vars(cache).items() if value != getattr(plain, name)}
 
 
 def _set_arrivals(requests: Sequence[dict[str, Any]], arrivals: Sequence[int]) -> None:
@@ -291,60 +251,85 @@ def _set_arrivals(requests: Sequence[dict[str, Any]], arrivals: Sequence[int]) -
         request["arrival"] = arrival
 
 
-def _pick(keys: Mapping[str, Any], **names: str) -> dict[str, Any]:
-    return {name: keys[key] for name, key in names.items() if key in keys}
+def _fields(keys: Mapping[str, Key], values: Mapping[str, Any], part: str) -> dict[str, Any]:
+    """The fields of ``part`` that ``values`` give."""
+    return {key.attribute: values[name] for name, key in keys.items() if key.part == part and name in values}
+
+
+def _written(keys: Mapping[str, Key], whole: Scenario | Request | PathRule) -> dict[str, Any]:
+    """The values that ``whole`` has under ``keys``, fit for JSON, without those that say nothing."""
+    found: dict[str, Any] = {}
+    for name, key in keys.items():
+        holder = getattr(whole, key.part) if key.part else whole
+        value = None if holder is None else getattr(holder, key.attribute)
+        if value is None or value == () or (key.sparse and value == getattr(type(holder), key.attribute)):
+            continue
+        found[name] = list(value) if isinstance(value, tuple) else value
+    return found
 
 
 def _request(own: Mapping[str, Any], defaults: Mapping[str, Any], place: int) -> Request:
-    keys = {"id": f"r{place}", **defaults, **own}
+    values = {"id": f"r{place}", **defaults, **own}
     if "prompt" not in own and "chat" not in own:
         # A default of the run; token ids are what they are.
-        keys.pop("chat", None)
-    sampling = Sampling(**{name: keys.pop(name) for name in ("temperature", "top_p", "seed") if name in keys})
-    return Request(**keys, sampling=sampling)
-
-
-def _request_keys(request: Request) -> dict[str, Any]:
-    keys = {name: getattr(request, name, None) for name in REQUEST_KEYS}
-    keys |= {"tokens": None if request.tokens is None else list(request.tokens)}
-    keys |= {name: getattr(request.sampling, name) for name in ("temperature", "top_p", "seed")}
-    return {name: value for name, value in keys.items() if value is not None}
+        values.pop("chat", None)
+    sampling = Sampling(**_fields(REQUEST_KEYS, values, "sampling"))
+    return Request(**_fields(REQUEST_KEYS, values, ""), sampling=sampling)
 
 
 def _scenario(
-    keys: Mapping[str, Any], requests: tuple[Request, ...], rules: tuple[PathRule, ...]
+    values: Mapping[str, Any], requests: tuple[Request, ...], rules: tuple[PathRule, ...]
 ) -> Scenario:
-    schedule = _pick(
-        keys,
-        kind="schedule",
-        layout="layout",
-        active="active",
-        row_budget="row_budget",
-        prefill_chunk="prefill_chunk",
-    )
-    kernels = _pick(keys, profile="kernels", split_rows="split_rows")
-    capture = _pick(
-        keys,
-        level="capture",
-        lens="lens",
-        top="top",
-        requests="window_requests",
-        positions="window_positions",
-        sites="window_sites",
-        digest="digest",
-        memory_mb="memory_mb",
-    )
-    if "drafts" in keys and "draft" not in keys:
+    def part(name: str) -> dict[str, Any]:
+        return _fields(RUN_KEYS, values, name)
+
+    if "drafts" in values and "draft" not in values:
         raise ScenarioConflict(
-            f"drafts is {keys['drafts']} and there is no draft model that could propose them; add draft, or remove drafts."
+            f"drafts is {values['drafts']} and there is no draft model that could propose them; add draft, or remove drafts."
         )
     return Scenario(
-        model=keys["model"],
         requests=requests,
-        schedule=Schedule(**schedule),
-        kernels=KernelPlan(**kernels, rules=rules),
-        capture=Capture(**capture),
-        speculation=Speculation(**_pick(keys, draft="draft", drafts="drafts")) if "draft" in keys else None,
-        cache=CachePlan(**{name: keys[name] for name in vars(CachePlan()) if name in keys}),
-        force_tokens=keys.get("force_tokens"),
+        schedule=Schedule(**part("schedule")),
+        kernels=KernelPlan(**part("kernels"), rules=rules),
+        capture=Capture(**part("capture")),
+        speculation=Speculation(**part("speculation")) if "draft" in values else None,
+        cache=CachePlan(**part("cache")),
+        **part(""),
     )
+
+
+def _check_uses(scenario: Scenario) -> None:
+    """Raises ScenarioConflict for a setting that the schedule and layout have no use for."""
+    schedule, cache = scenario.schedule, scenario.cache
+    padded, serial = schedule.layout == "padded", schedule.kind == "serial"
+    for name in ("page_tokens", "share_prefix"):
+        if padded and getattr(cache, name):
+            raise ScenarioConflict(
+                f"{name} is {str(getattr(cache, name)).lower()} and layout is padded, whose caches are mlx-lm's own; "
+                f"remove {name}, or use layout packed."
+            )
+    for name in ("kv_bits", "reuse_tokens"):
+        value = getattr(cache, name)
+        if value is not None and not (padded and serial):
+            raise ScenarioConflict(
+                f"{name} is {value}, layout is {schedule.layout} and schedule is {schedule.kind}, and mlx-lm does that "
+                f"for one request at a time only; remove {name}, or use layout padded and schedule serial."
+            )
+    if scenario.speculation is None:
+        return
+    sampled = next((request.id for request in scenario.requests if request.sampling.temperature), None)
+    if sampled is not None:
+        raise ScenarioConflict(
+            f"there is a draft, and request {sampled!r} draws its tokens; speculation is greedy here, so remove draft, or "
+            "set temperature 0."
+        )
+    if padded and not serial:
+        raise ScenarioConflict(
+            f"there is a draft, layout is padded and schedule is {schedule.kind}, and mlx-lm speculates for one request "
+            "at a time; use schedule serial, or layout packed."
+        )
+    if padded and scenario.force_tokens is not None:
+        raise ScenarioConflict(
+            "there are draft and force_tokens, and mlx-lm's own speculation cannot be told its tokens; remove one of "
+            "them, or use layout packed."
+        )

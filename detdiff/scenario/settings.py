@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Literal
 
 from detdiff.errors import PromptAmbiguous, PromptMissing, ScenarioConflict, ScenarioRangeError
-from detdiff.scenario_flags import check_utf8, nearest
+from detdiff.scenario.keys import check_utf8, nearest
 
 NATIVE = "native"
 SCHEDULES = ("serial", "static", "continuous")

@@ -1,0 +1,34 @@
+"""A scenario says everything about a run: model, requests, schedule, speculation, cache, kernel plan, capture."""
+
+from detdiff.scenario.keys import nearest, parse_flags, toml_text
+from detdiff.scenario.scenario import Scenario, located
+from detdiff.scenario.settings import (
+    LAYOUTS,
+    SCHEDULES,
+    CachePlan,
+    Capture,
+    KernelPlan,
+    PathRule,
+    Request,
+    Sampling,
+    Schedule,
+    Speculation,
+)
+
+__all__ = [
+    "LAYOUTS",
+    "SCHEDULES",
+    "CachePlan",
+    "Capture",
+    "KernelPlan",
+    "PathRule",
+    "Request",
+    "Sampling",
+    "Scenario",
+    "Schedule",
+    "Speculation",
+    "located",
+    "nearest",
+    "parse_flags",
+    "toml_text",
+]
