@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from profile_files import FIRST, HEAD, rule, written
 
-from detdiff_kernels import Call, errors, profile, profile_lookup, profile_names
+from detdiff_kernels import Call, errors, profile, profile_file, profile_names
 
 ROOT = Path(__file__).resolve().parent.parent
 MV = "candle-metal/mv"
@@ -73,7 +73,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, folder: Path, source: str, *names
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: offered\nVersion: 1\n")
     lines = "".join(f"{name} = offered:{name.replace('-', '_')}\n" for name in names)
-    (info / "entry_points.txt").write_text(f"[{profile_lookup.GROUP}]\n{lines}")
+    (info / "entry_points.txt").write_text(f"[{profile_file.GROUP}]\n{lines}")
     (folder / "offered.py").write_text(source)
     monkeypatch.syspath_prepend(folder)
     monkeypatch.delitem(sys.modules, "offered", raising=False)
@@ -98,7 +98,7 @@ def test_an_installed_package_can_offer_profiles(tmp_path: Path, monkeypatch: py
         profile("broken")
     with pytest.raises(errors.BadEntryPoint, match="lost .* cannot be loaded: AttributeError"):
         profile("lost")
-    assert EntryPoint("a", "b", profile_lookup.GROUP).group == "detdiff.profiles"
+    assert EntryPoint("a", "b", profile_file.GROUP).group == "detdiff.profiles"
 
 
 def test_the_example_of_the_page_is_a_profile(tmp_path: Path) -> None:

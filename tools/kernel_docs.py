@@ -14,12 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from detdiff_kernels import Attention, Kernel, Order, Walk, kernel, kernel_names
-from detdiff_kernels.blocks import BLOCKS
-from detdiff_kernels.grouped_walk import Grouped
 from detdiff_kernels.joins import JOINS
 from detdiff_kernels.linear import Shape
-from detdiff_kernels.order import IN_ORDER, TailFirst
-from detdiff_kernels.weights import AFFINE_BITS
+from detdiff_kernels.order import IN_ORDER, Grouped, TailFirst
+from detdiff_kernels.weights import AFFINE_BITS, BLOCKS
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "kernels.md"
 FIRST, LAST = "<!-- begin kernels -->\n", "<!-- end kernels -->"

@@ -8,7 +8,7 @@ from typing import Literal
 
 from detdiff.errors import OracleRefused
 from detdiff_kernels import Call, Kernel, kernel, kernel_names, profile
-from detdiff_kernels.block_kernel import BlockKernel
+from detdiff_kernels.ggml_kernels import BlockKernel
 from detdiff_kernels.joins import JOINS
 from detdiff_kernels.order import Inputs, Join, Order, WeightForm, plan
 from detdiff_kernels.weights import Affine, Weight

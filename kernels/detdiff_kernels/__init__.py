@@ -16,13 +16,12 @@ from .errors import (
     UnknownProfile,
     UnsupportedFormat,
 )
-from .gguf_blocks import read_blocks
 from .library import kernel, kernel_names
 from .linear import Kernel
 from .order import Order, Walk
-from .profile_lookup import load_profile, profile, profile_names
+from .profile_file import load_profile, profile, profile_names
 from .staging import Staged
-from .weights import Affine, Blocks, Dense, Weight
+from .weights import Affine, Blocks, Dense, Weight, read_blocks
 
 __all__ = [
     "Affine",

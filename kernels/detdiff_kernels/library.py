@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
-from . import batch_invariant, candle_metal, ggml_cpu, ggml_cuda, ggml_metal, mlx_cuda, mlx_metal
+from . import ggml_kernels, mlx_kernels
 from .attention import ATTENTION, Attention
 from .errors import UnknownKernel, nearest
-from .linear import Kernel
+from .linear import Kernel, Shape
+from .order import IN_ORDER, Order
+
+# Tiles of K: bfloat16 and float16 64, float32 32.
+_TILES = {dtype: Order(IN_ORDER, "add", "dtype", tile) for dtype, tile in (
+    ("float32", 32), ("float16", 64), ("bfloat16", 64),
+)}  # fmt: skip
+
+
+def _mm(shape: Shape) -> Order | None:
+    return _TILES[shape.dtype]
+
+
+_BATCH_INVARIANT = (
+    Kernel(
+        "batch-invariant/mm",
+        _mm,
+        "thinking-machines-lab/batch_invariant_ops f22b1fb batch_invariant_ops.py matmul_persistent: tiles of K (read); "
+        "a tile is taken for a chain that is added to the sum, and quantised weights are dequantised first",
+        "inferred",
+    ),
+)
 
 _TABLE: tuple[Kernel, ...] = (
-    *mlx_metal.LINEAR,
-    *mlx_cuda.LINEAR,
-    *candle_metal.LINEAR,
-    *ggml_metal.LINEAR,
-    *ggml_cuda.LINEAR,
-    *ggml_cpu.LINEAR,
-    *batch_invariant.LINEAR,
+    *mlx_kernels.LINEAR,
+    *ggml_kernels.LINEAR,
+    *_BATCH_INVARIANT,
 )
 _KERNELS: dict[str, Kernel | Attention] = {entry.name: entry for entry in _TABLE} | ATTENTION
 

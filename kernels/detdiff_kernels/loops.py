@@ -33,6 +33,7 @@ from .joins import (
     TILE_MIN,
     TILE_SCALES,
 )  # fmt: skip
+from .order import PANEL
 from .simd import (
     add,
     fma,
@@ -47,7 +48,6 @@ from .simd import (
     store_rows,
     zeros,
 )
-from .staging import PANEL
 
 # What formulas multiply with, by place.
 _NUMBERS = np.array([-8, -4, 1 / 2, 1 / 4, 1 / 16, 1 / 256], np.float32)

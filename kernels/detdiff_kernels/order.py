@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 from typing import Literal
@@ -11,6 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 Indices = NDArray[np.int64]
+# Outputs that run side by side in one vector.
+PANEL = 32
 Join = Literal[
     "chain", "add", "affine", "scale", "q4_0", "q4_0_pairs", "q4_1", "q4_1_pairs", "q4_k", "q6_k", "q8_1", "q8_1_min2",
     "q8_1_min4", "q8_1_scale", "q8_1_k", "q8_1_scales", "tile", "tile_min", "tile_scales",
@@ -205,3 +207,45 @@ def plan(order: Order, k: int) -> Plan:
         order.part or terms.shape[1],
         np.array_equal(terms.reshape(-1), np.arange(k)),
     )
+
+
+@dataclass(frozen=True)
+class Grouped(Walk):
+    """A walk whose lanes are ``groups`` times 32, group after group, numbered anew so that one halving over all lanes sums
+    every group first, and then the groups as if there were 32: what is missing counts as +0.0.
+
+    What is behind the last whole ``tail`` items (0: nothing) is taken one item a lane, in a unit of ``unit`` terms. With
+    ``pairs`` there are two lanes where the kernel has one, the second of each behind all the first ones.
+    """
+
+    groups: int = 1
+    tail: int = 0
+    unit: int = 0
+    pairs: bool = False
+
+    @property
+    def lanes(self) -> int:
+        return 32 * self.width * (2 if self.pairs else 1)
+
+    @property
+    def width(self) -> int:
+        """Groups with those that are missing, a power of two."""
+        return 1 << (self.groups - 1).bit_length()
+
+    def items(self, k: int) -> Indices:
+        whole = k // self.tail * self.tail if self.tail else k
+        numbers = Walk(self.axes, self.lane, self.terms).items(whole)
+        if whole < k:
+            rest = np.full((len(numbers), self.unit), -1)
+            rest[: k - whole, 0] = np.arange(whole, k)
+            numbers = np.concatenate([numbers, rest], axis=1)
+        found = np.full((2 if self.pairs else 1, 32, self.width, numbers.shape[1]), -1)
+        found[:, :, : self.groups] = numbers.reshape(len(found), self.groups, 32, -1).swapaxes(1, 2)
+        return found.reshape(self.lanes, -1)
+
+
+def grouped(order: Order) -> Order:
+    """An order over a grouped walk, with the sums that go with it; a walk of one group has no missing ones to add."""
+    assert isinstance(order.walk, Grouped)
+    lanes = 32 * order.walk.width
+    return replace(order, fold=lanes, halve=lanes, zeroed=order.walk.groups > 1)

@@ -13,9 +13,8 @@ from random import Random
 from typing import Any
 
 from .condition import Expression, version_of
-from .dispatch import MASKS, QUANTISED, Call, Range, Rule
+from .dispatch import MASKS, QUANTISED, Call, Parameter, Range, Rule, shown
 from .errors import OverlappingRules, UnreachableRule
-from .parameters import Parameter, shown
 
 DTYPES = ("float32", "float16", "bfloat16")
 _WIDTHS = (None, 2, 3, 4, 5, 6, 8)

@@ -6,6 +6,8 @@ source, tag and any of the conditions op, rows, second_last, k, n, group_size, q
 "2..8", "9.."), dtype, bits (widths, "dense" or "quantised"), format, mask, when (an expression), whole, and
 shows and passes
 (definitions).
+
+Profiles are found by name: those that are shipped, those of installed packages, and files. Every error is one paragraph.
 """
 
 from __future__ import annotations
@@ -14,22 +16,117 @@ import re
 import tomllib
 from collections.abc import Mapping
 from functools import lru_cache
+from importlib.metadata import EntryPoint, entry_points
+from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
-from . import profile_tables as tables
 from .condition import CALL_NAMES, Definition, Expression, Scope, chain, parse, version_of
-from .dispatch import MASKS, OPS, QUANTISED, SIZES, TAGS, Entry, Profile, Rule
+from .dispatch import (
+    MASKS,
+    OPS,
+    QUANTISED,
+    SIZES,
+    TAGS,
+    Entry,
+    Parameter,
+    Profile,
+    Range,
+    Rule,
+    bind,
+    split_spec,
+)
 from .errors import (
     BadDefinition,
+    BadEntryPoint,
     BadParameter,
     BadParameterValue,
+    BadRange,
     BadValue,
+    MissingKey,
     UnknownKernel,
+    UnknownKey,
+    UnknownProfile,
     UnreadableProfile,
     nearest,
 )
-from .parameters import Parameter, bind
+from .library import kernel_names
 from .profile_checks import DTYPES, check_rules
+
+_RANGE = re.compile(r"(\d+)(\.\.(\d+)?)?")
+
+
+def _check_keys(
+    table: Mapping[str, Any], known: tuple[str, ...], needed: tuple[str, ...], where: str
+) -> None:
+    """Raises UnknownKey for a key that is not known, and MissingKey where one that is needed is missing."""
+    for key in table:
+        if key not in known:
+            raise UnknownKey(f"{where} has the key {key!r}, which does not exist; {nearest(key, known)}")
+    for key in needed:
+        if key not in table:
+            raise MissingKey(f"{where} has no {key!r}; add it. Needed are {', '.join(needed)}.")
+
+
+def _listed(value: Any, key: str, where: str) -> list[Mapping[str, Any]]:
+    """A list of tables; raises BadValue for anything else."""
+    if not isinstance(value, list) or not all(isinstance(table, dict) for table in value):
+        raise BadValue(f"{where} has no list of rules under {key!r}; write each as a [[{key}]] table.")
+    return value
+
+
+def _text(table: Mapping[str, Any], key: str, where: str) -> str:
+    """A text that is not empty; raises BadValue."""
+    value = table[key]
+    if not isinstance(value, str) or not value:
+        raise BadValue(f"{where} has {key} = {value!r}; it must be a text that is not empty.")
+    return value
+
+
+def _expression(table: Mapping[str, Any], key: str, where: str) -> str:
+    """The text of an expression; a number stands for itself. Raises BadValue."""
+    value = table[key]
+    return str(value) if type(value) is int else _text(table, key, where)
+
+
+def _check_one_of(value: Any, known: tuple[str, ...], key: str, where: str) -> None:
+    """Raises BadValue for a value that is not known."""
+    if value not in known:
+        raise BadValue(f"{where} has {key} = {value!r}, which does not exist; {nearest(str(value), known)}")
+
+
+def _items(table: Mapping[str, Any], key: str, where: str) -> list[Any]:
+    """The items of a list, or the one value there is; raises BadValue for none."""
+    value = table[key]
+    found = value if isinstance(value, list) else [value]
+    if not found:
+        raise BadValue(f"{where} has an empty {key}, so it could take no call; leave the key out or fill it.")
+    return found
+
+
+def _words(table: Mapping[str, Any], key: str, known: tuple[str, ...], where: str) -> frozenset[str] | None:
+    """One or more known words, None where the key is missing; raises BadValue."""
+    if key not in table:
+        return None
+    found = _items(table, key, where)
+    for word in found:
+        _check_one_of(word, known, key, where)
+    return frozenset(found)
+
+
+def _size_range(value: Any, key: str, where: str) -> Range:
+    """The range that "4", "2..8" or "9.." stands for; raises BadRange."""
+    found = _RANGE.fullmatch(str(value)) if isinstance(value, str | int) else None
+    if found is None:
+        raise BadRange(f'{where} has {key} = {value!r}; a range is written "4", "2..8" or "9..".')
+    low, dots, high = int(found[1]), found[2], found[3]
+    top = low if not dots else int(high) if high else None
+    if low < 1 or (top is not None and top < low):
+        raise BadRange(
+            f"{where} has {key} = {value!r}, which holds no size; sizes start at 1 and ranges ascend."
+        )
+    return Range(low, top)
+
 
 _TOP = ("name", "backend", "note", "parameters", "define", "rule")
 _NEEDED = ("kernel", "source", "tag")
@@ -54,13 +151,13 @@ def parse_profile(text: str, where: str, kernels: tuple[str, ...]) -> Profile:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise UnreadableProfile(f"{where} is not valid TOML: {error}. Correct it there.") from error
-    tables.check_keys(data, _TOP, ("name", "backend", "note", "rule"), where)
-    name, backend, note = (tables.text(data, key, where) for key in ("name", "backend", "note"))
+    _check_keys(data, _TOP, ("name", "backend", "note", "rule"), where)
+    name, backend, note = (_text(data, key, where) for key in ("name", "backend", "note"))
     if not _NAME.fullmatch(name):
         raise BadValue(f"{where} has name = {name!r}; a name is made of letters, digits, '.', '_' and '-'.")
     parameters = _parameters(data.get("parameters", {}), where)
-    entries, scope = _definitions(tables.listed(data.get("define", []), "define", where), parameters, where)
-    found = tables.listed(data["rule"], "rule", where)
+    entries, scope = _definitions(_listed(data.get("define", []), "define", where), parameters, where)
+    found = _listed(data["rule"], "rule", where)
     if not found:
         raise BadValue(f"{where} has no list of rules under 'rule'; write each as a [[rule]] table.")
     rules = tuple(
@@ -77,18 +174,18 @@ def _parameters(data: Any, where: str) -> tuple[Parameter, ...]:
 
 
 def _parameter(name: str, table: Mapping[str, Any], where: str) -> Parameter:
-    tables.check_keys(table, _PARAMETER, ("default", "meaning"), where)
+    _check_keys(table, _PARAMETER, ("default", "meaning"), where)
     if name in CALL_NAMES or not _IDENTIFIER.fullmatch(name):
         raise BadParameter(
             f"{where} has a name that is taken, or no name; use small letters, digits and _, and none of "
             f"{', '.join(CALL_NAMES)}."
         )
-    default, meaning = table["default"], tables.text(table, "meaning", where)
+    default, meaning = table["default"], _text(table, "meaning", where)
     kinds = [key for key in ("range", "choices", "versions") if key in table]
     made: Parameter | None = None
     if len(kinds) == 1 and type(default) in (int, str):
         if kinds == ["range"]:
-            limits = tables.size_range(table["range"], "range", where)
+            limits = _size_range(table["range"], "range", where)
             made = Parameter(name, meaning, default, low=limits.low, high=limits.high or limits.low)
         elif kinds == ["choices"] and isinstance(table["choices"], list):
             alike = all(type(one) is type(default) for one in table["choices"])
@@ -152,58 +249,58 @@ def _definitions(
 
 def _entry(table: Mapping[str, Any], scope: Scope, where: str, number: int) -> Entry:
     where = f"{where}, definition {number}"
-    tables.check_keys(table, _DEFINE, ("name", "value", "source", "tag"), where)
-    name, source, tag = (tables.text(table, key, where) for key in ("name", "source", "tag"))
-    tables.check_one_of(tag, TAGS, "tag", where)
+    _check_keys(table, _DEFINE, ("name", "value", "source", "tag"), where)
+    name, source, tag = (_text(table, key, where) for key in ("name", "source", "tag"))
+    _check_one_of(tag, TAGS, "tag", where)
     if not _IDENTIFIER.fullmatch(name):
         raise BadDefinition(f"{where} has name = {name!r}; use small letters, digits and _.")
-    value = parse(tables.expression(table, "value", where), scope, f"{where} ({name})")
+    value = parse(_expression(table, "value", where), scope, f"{where} ({name})")
     when = None
     if "when" in table:
-        when = parse(tables.expression(table, "when", where), scope, f"{where} ({name})", "truth")
+        when = parse(_expression(table, "when", where), scope, f"{where} ({name})", "truth")
     return Entry(name, value, when, source, tag)
 
 
 def _rule(table: Mapping[str, Any], scope: Scope, kernels: tuple[str, ...], where: str) -> Rule:
-    tables.check_keys(table, _RULE, _NEEDED, where)
-    path, source, tag = (tables.text(table, key, where) for key in _NEEDED)
+    _check_keys(table, _RULE, _NEEDED, where)
+    path, source, tag = (_text(table, key, where) for key in _NEEDED)
     if path not in kernels and not _FORCED.fullmatch(path):
         known = [*kernels, "native", "rows", "pad:N"]
         raise UnknownKernel(
             f"{where} names the kernel {path!r}, which does not exist; {nearest(path, known)}"
         )
-    tables.check_one_of(tag, TAGS, "tag", where)
+    _check_one_of(tag, TAGS, "tag", where)
     when = None
     if "when" in table:
-        when = parse(tables.expression(table, "when", where), scope, where, "truth")
+        when = parse(_expression(table, "when", where), scope, where, "truth")
     return Rule(
         path,
         source,
         tag,
-        op=tables.words(table, "op", OPS, where) or frozenset(OPS),
-        dtype=tables.words(table, "dtype", DTYPES, where),
+        op=_words(table, "op", OPS, where) or frozenset(OPS),
+        dtype=_words(table, "dtype", DTYPES, where),
         bits=_bits(table, where),
-        format=tables.words(table, "format", _FORMATS, where),
-        mask=tables.words(table, "mask", MASKS, where),
+        format=_words(table, "format", _FORMATS, where),
+        mask=_words(table, "mask", MASKS, where),
         when=when,
         whole=_whole(table, where),
         shows=_named(table, "shows", scope, where),
         passes=_passes(table, scope, where),
-        **{size: tables.size_range(table[size], size, where) for size in SIZES if size in table},
+        **{size: _size_range(table[size], size, where) for size in SIZES if size in table},
     )
 
 
 def _named(table: Mapping[str, Any], key: str, scope: Scope, where: str) -> tuple[str, ...]:
-    names = tables.items(table, key, where) if key in table else []
+    names = _items(table, key, where) if key in table else []
     for name in names:
-        tables.check_one_of(name, tuple(scope.definitions), key, where)
+        _check_one_of(name, tuple(scope.definitions), key, where)
     return tuple(names)
 
 
 def _passes(table: Mapping[str, Any], scope: Scope, where: str) -> tuple[str, ...]:
     names = _named(table, "passes", scope, where)
     for name in names:
-        tables.check_one_of(name, ARGUMENTS, "passes", where)
+        _check_one_of(name, ARGUMENTS, "passes", where)
         if scope.kind(name) != "number":
             raise BadValue(f"{where} passes {name!r}, which is a {scope.kind(name)}; a kernel takes numbers.")
     return names
@@ -219,10 +316,79 @@ def _whole(table: Mapping[str, Any], where: str) -> int | None:
 def _bits(table: Mapping[str, Any], where: str) -> frozenset[int | str | None] | None:
     if "bits" not in table:
         return None
-    widths = tables.items(table, "bits", where)
+    widths = _items(table, "bits", where)
     for width in widths:
         if width not in ("dense", QUANTISED) and (type(width) is not int or width < 1):
             raise BadValue(
                 f'{where} has bits = {width!r}; it must be a width such as 4, "dense" or "{QUANTISED}".'
             )
     return frozenset(None if width == "dense" else width for width in widths)
+
+
+GROUP = "detdiff.profiles"
+
+
+def profile_names() -> tuple[str, ...]:
+    """The names of the profiles that are shipped, then those that installed packages offer."""
+    shipped = _shipped()
+    return (*shipped, *(name for name in _offered() if name not in shipped))
+
+
+def profile(spec: str) -> Profile:
+    """The profile of that name, or in the file of a path that ends in .toml, with parameters after a colon.
+
+    "mlx-metal", "mlx-metal:generation=15,letter=d", "./mine.toml:chip=2". Raises UnknownProfile, UnknownParameter,
+    BadParameterValue, and what ``load_profile`` raises.
+    """
+    name, given = split_spec(spec)
+    if name.endswith(".toml"):
+        return load_profile(Path(name)).with_parameters(given)
+    if name in _shipped():
+        text = (files(__package__) / "profiles" / f"{name}.toml").read_text("utf-8")
+        return parse_profile(text, f"Profile {name}", kernel_names()).with_parameters(given)
+    offered = _offered()
+    if name in offered:
+        return _load(offered[name]).with_parameters(given)
+    raise UnknownProfile(
+        f"There is no dispatch profile named {name!r}; {nearest(name, profile_names())} A file of your own is given by "
+        "a path that ends in .toml."
+    )
+
+
+def load_profile(path: Path) -> Profile:
+    """The profile in a TOML file; raises a ProfileError, or UnknownKernel where a rule names none."""
+    try:
+        text = path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UnreadableProfile(
+            f"Profile {path} cannot be read: {error}. It must be a UTF-8 TOML file; check the path."
+        ) from error
+    return parse_profile(text, f"Profile {path}", kernel_names())
+
+
+def _shipped() -> tuple[str, ...]:
+    found = (files(__package__) / "profiles").iterdir()
+    return tuple(sorted(entry.name.removesuffix(".toml") for entry in found if entry.name.endswith(".toml")))
+
+
+def _offered() -> dict[str, EntryPoint]:
+    return {point.name: point for point in sorted(entry_points(group=GROUP), key=lambda point: point.name)}
+
+
+def _load(point: EntryPoint) -> Profile:
+    """What an entry point names: a Path, or a text that is a path ending in .toml or the TOML itself."""
+    try:
+        found = point.load()
+    except Exception as error:
+        raise BadEntryPoint(
+            f"The profile {point.name} of an installed package ({point.value}) cannot be loaded: "
+            f"{type(error).__name__}: {error}. Repair or remove that package."
+        ) from error
+    if isinstance(found, Path) or (isinstance(found, str) and found.endswith(".toml")):
+        return load_profile(Path(found))
+    if isinstance(found, str):
+        return parse_profile(found, f"Profile {point.name} of {point.value}", kernel_names())
+    raise BadEntryPoint(
+        f"The profile {point.name} of an installed package ({point.value}) is a {type(found).__name__}; expected a "
+        "pathlib.Path, or a text that is a path ending in .toml or the TOML itself. Repair or remove that package."
+    )

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from detdiff_kernels import Affine, Blocks, Dense, Weight
-from detdiff_kernels.blocks import BLOCKS
+from detdiff_kernels.weights import BLOCKS
 
 Float32 = NDArray[np.float32]
 One = Callable[[list[float], Any, int], float]

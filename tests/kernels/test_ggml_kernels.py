@@ -36,9 +36,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from detdiff_kernels import Blocks, UnsupportedFormat, kernel, kernel_names
-from detdiff_kernels.blocks import BLOCKS
 from detdiff_kernels.errors import UnknownTensor, UnreadableGguf
-from detdiff_kernels.gguf_blocks import read_blocks
+from detdiff_kernels.weights import BLOCKS, read_blocks
 
 
 @pytest.mark.parametrize(("name", "kind"), STATEMENTS)

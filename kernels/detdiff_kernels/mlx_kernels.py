@@ -1,4 +1,4 @@
-"""MLX's Metal matmul kernels: the quantised ones and the dense ones."""
+"""MLX's matmul kernels: the quantised ones and the dense ones of Metal, those of CUDA, and cuBLAS as far as it can be said."""
 
 from __future__ import annotations
 
@@ -223,7 +223,7 @@ def _steel(shape: Shape) -> Order | None:
 _FUSED = "(read); which products are fused inferred"
 _TREE = "(read); which products are fused and the tree inside simd_sum inferred"
 
-LINEAR = (
+_METAL = (
     Kernel(
         "mlx-metal/qmv_fast", _qmv_fast, f"{_QUANTISED} qmv_fast_impl, load_vector, qdot {_TREE}", "inferred"
     ),
@@ -272,3 +272,74 @@ LINEAR = (
         "mlx-metal/steel", _steel, f"{_MLX}kernels/steel/gemm; a chain stands for an 8-wide MMA", "inferred"
     ),
 )
+
+
+_CUDA_SOURCE = "ml-explore/mlx 846d176 mlx/backend/cuda/"
+
+
+@lru_cache(maxsize=8)
+def _cuda_slots(values: int, narrow: bool) -> Order:
+    # Every thread keeps one sum for each of its `values` items of a step; these are added in order, then the warp's.
+    return Order(
+        Walk((32, values), lane=(1, 0), terms=()),
+        weight="dtype_twice",
+        fold=32,
+        halve=32,
+        zeroed=True,
+        accumulate="dtype" if narrow else "float32",
+    )
+
+
+def _cuda_qmv(shape: Shape) -> Order | None:
+    if shape.format != "affine" or shape.bits is None:
+        return None
+    values = 16 if shape.dtype != "float32" and shape.bits <= 4 else 8
+    return _cuda_slots(values, shape.bits < 8)
+
+
+_CUDA_CHAIN = Order(IN_ORDER, weight="dtype")
+_CUDA_CHAIN_TWICE = Order(IN_ORDER, weight="dtype_twice")
+
+
+def _cuda_qmm(shape: Shape) -> Order | None:
+    return _CUDA_CHAIN_TWICE if shape.format == "affine" else None
+
+
+def _cuda_gemm(shape: Shape) -> Order | None:
+    return _CUDA_CHAIN if shape.format == "dense" else None
+
+
+_CUDA_GEMV = {values: Order(lanes_of(32, values), weight="dtype", halve=32) for values in (1, 2, 4)}
+
+
+def _cuda_gemv(shape: Shape) -> Order | None:
+    if shape.format != "dense" or shape.k % 32:
+        return None
+    return _CUDA_GEMV[4 if shape.k % 128 == 0 else 2 if shape.k % 64 == 0 else 1]
+
+
+_CUDA = (
+    Kernel(
+        "mlx-cuda/qmv",
+        _cuda_qmv,
+        f"{_CUDA_SOURCE}quantized/qmm/qmv.cu qmv_kernel_impl; the order of cg::reduce",
+        "inferred",
+    ),
+    Kernel(
+        "mlx-cuda/qmm", _cuda_qmm, f"{_CUDA_SOURCE}quantized/qmm; a chain stands for tensor cores", "inferred"
+    ),
+    Kernel(
+        "mlx-cuda/gemv",
+        _cuda_gemv,
+        f"{_CUDA_SOURCE}gemms/gemv.cu gemv_impl; the order of cg::reduce",
+        "inferred",
+    ),
+    Kernel(
+        "mlx-cuda/gemm",
+        _cuda_gemm,
+        f"{_CUDA_SOURCE}gemms/cublas_gemm.cpp; cuBLAS is not visible, a chain stands",
+        "inferred",
+    ),
+)
+
+LINEAR = (*_METAL, *_CUDA)
