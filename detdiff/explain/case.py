@@ -14,9 +14,9 @@ from detdiff.compare import Divergence, RequestDivergence, compare
 from detdiff.engines.mlx.instrument import Plant
 from detdiff.engines.mlx.model import LoadedModel
 from detdiff.engines.mlx.record import RecordOptions, record
-from detdiff.engines.mlx.serve import Models, Sessions
+from detdiff.engines.mlx.serve import Models
 from detdiff.errors import ReplayError
-from detdiff.scenario import KernelPlan, Scenario
+from detdiff.scenario import Scenario
 from detdiff.trace import Trace
 
 from .control import Budget, CannotRun
@@ -50,7 +50,6 @@ class Case:
     """What one control found out and another can use: runs by name."""
     _folder: Path | None = None
     _recorded: int = 0
-    _sessions: dict[Any, Sessions] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -118,19 +117,6 @@ class Case:
 
     def faults(self, side: Side) -> tuple[Plant, ...]:
         return self.plants[0] if side == "a" else self.plants[1]
-
-    def models(self, scenario: Scenario) -> Models:
-        return Models.of(scenario, self.loaded, self.draft)
-
-    def sessions(self, side: Side, plan: KernelPlan | None = None) -> Sessions:
-        """Taps on the models of a side under its kernel plan, or another one; kept from re-run to re-run."""
-        scenario = self.scenario(side)
-        if plan is not None:
-            scenario = replace(scenario, kernels=plan)
-        key = (scenario.kernels, scenario.speculation, scenario.schedule.layout, self.faults(side))
-        if key not in self._sessions:
-            self._sessions[key] = Sessions.of(scenario, self.models(scenario), self.faults(side))
-        return self._sessions[key]
 
     def record(self, scenario: Scenario, side: Side, options: RecordOptions | None = None) -> Trace:
         """Record a re-run whole, with the faults of a side; its forwards are counted as spent."""

@@ -2,147 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
-import mlx.core as mx
-import numpy as np
-
-from detdiff.engines.mlx.instrument.forward import Forward
-from detdiff.engines.mlx.instrument.sites import Arrays, SiteMap
-from detdiff.engines.mlx.serve import serve
-from detdiff.engines.mlx.work import prepare
-from detdiff.scenario import Scenario
+from detdiff.engines.mlx.first_not_finite import NotFinite, watched_for_values
+from detdiff.engines.mlx.reruns import Reruns
 
 from .case import Case
 from .control import Control
-from .watch import rows_of
-
-
-@dataclass(frozen=True)
-class NotFinite:
-    """The first one of a run: ``site`` and ``forward``; ``row`` is its flat place there, and ``padding`` whether that
-    belongs to no request. ``entry`` says that the cache already held one, in a place that the model never wrote so."""
-
-    run: str
-    site: str
-    kind: str
-    forward: int
-    row: int
-    padding: bool
-    request: int | None
-    position: int | None
-    nan: bool
-    entry: str = ""
-
-    @property
-    def said(self) -> str:
-        """In a clause."""
-        what = "a NaN" if self.nan else "an infinity"
-        who = (
-            "a row of padding"
-            if self.padding
-            else f"position {self.position} of request number {self.request}"
-        )
-        cache = f"; the cache held one before: {self.entry}" if self.entry else ""
-        return (
-            f"{self.site} ({self.kind}) gave {what} in run {self.run}, forward {self.forward}, row {self.row} ({who}), from "
-            f"inputs that are finite{cache}"
-        )
-
-
-class Found(Exception):
-    """Ends a run at its first value that is not finite."""
-
-
-class FiniteWatch:
-    """A session's recording that stops at the first output with a NaN or an infinity, padding included."""
-
-    def __init__(self, run: str) -> None:
-        self.found: NotFinite | None = None
-        self._run = run
-        self._maps: dict[str, SiteMap] = {}
-        self._forward: Forward | None = None
-        self._entry = ""
-        self.forwards = 0
-
-    def of(self, sites: SiteMap, model: str) -> FiniteWatch:
-        """Tell it the sites of a model; returns itself."""
-        self._maps[model] = sites
-        return self
-
-    # What a session calls.
-
-    def begin(self, forward: Forward, cache: Sequence[Any]) -> None:
-        self._forward = forward
-        self.forwards += 1
-
-    def site(self, key: str, kind: str, inputs: Arrays, outputs: Arrays, parent: str | None) -> None:
-        forward = self._forward
-        if forward is None or not forward.logits_used and key == self._maps[forward.model].head:
-            return
-        for name, array in outputs:
-            self._look(forward, key, kind, name, array)
-
-    def _look(self, forward: Forward, key: str, kind: str, port: str, array: mx.array) -> None:
-        if not mx.issubdtype(array.dtype, mx.floating):
-            return
-        wrong = ~mx.isfinite(array)
-        if not mx.any(wrong).item():
-            return
-        sites = self._maps[forward.model]
-        place = sites.index.get(key)
-        axis = sites.axes.get(sites.ports.get((key, port), -1))
-        row = -1
-        if axis is not None and axis < array.ndim:
-            where = np.asarray(mx.moveaxis(wrong, axis, 1)).reshape(*_leading(array, axis), -1).any(axis=2)
-            slot, column = (int(i) for i in np.argwhere(where)[0])
-            if forward.selected is not None and where.shape[1] == len(forward.selected) < forward.shape[1]:
-                column = forward.selected[column]
-            row = slot * forward.shape[1] + column
-        owner = rows_of(forward)[row] if 0 <= row < forward.rows else None
-        self.found = NotFinite(
-            self._run,
-            key if place is None else sites.sites[place].name,
-            kind if place is None else sites.sites[place].kind,
-            forward.index,
-            row,
-            owner is None,
-            None if owner is None else owner.request,
-            None if owner is None else owner.position,
-            bool(mx.any(mx.isnan(array)).item()),
-            self._entry,
-        )
-        raise Found
-
-    def cache_call(self, key: str, keys: mx.array, values: mx.array, calls: list[tuple[Any, Any]]) -> None:
-        if self._entry or self._forward is None:
-            return
-        for _, result in calls:
-            for side, array in zip("KV", result[:2], strict=False):
-                if not isinstance(array, mx.array) or not mx.issubdtype(array.dtype, mx.floating):
-                    continue
-                wrong = ~mx.isfinite(array)
-                if mx.any(wrong).item():
-                    slot, head, place = (int(i) for i in np.argwhere(np.asarray(wrong).any(axis=3))[0])
-                    self._entry = f"{key}, {side}, slot {slot}, head {head}, place {place}"
-                    return
-
-    def call(self, key: str, taken: Any) -> None: ...
-    def mask(self, layer: int | None, kind: str) -> None: ...
-    def block_done(self, key: str) -> None: ...
-
-    def end(self, forward: Forward, logits: mx.array) -> None:
-        if forward.logits_used and bool(mx.any(mx.isnan(logits) | (logits == mx.inf)).item()):
-            self._look(forward, "logits", "logits", "out", mx.where(logits == -mx.inf, 0.0, logits))
-        self._forward = None
-
-
-def _leading(array: mx.array, axis: int) -> tuple[int, int]:
-    return int(array.shape[0]), int(array.shape[axis])
 
 
 def finite(case: Case) -> Control:
@@ -150,8 +16,8 @@ def finite(case: Case) -> Control:
     started = time.perf_counter()
     found: list[NotFinite] = []
     forwards = 0
-    for run, scenario in (("a", case.scenario_a), ("b", case.scenario_b)):
-        watch = _watch(case, run, scenario)
+    for side in "ab":
+        watch = watched_for_values(Reruns.of(case), side)
         forwards += watch.forwards
         if watch.found is not None:
             found.append(watch.found)
@@ -167,15 +33,3 @@ def finite(case: Case) -> Control:
     first = min(found, key=lambda each: each.forward)
     detail = {"first": {**vars(first), "said": first.said}, "runs": [each.run for each in found]}
     return Control("finite", "not_finite", first.said, forwards, seconds, detail)
-
-
-def _watch(case: Case, run: str, scenario: Scenario) -> FiniteWatch:
-    sessions = case.sessions(run)
-    watch = FiniteWatch(run)
-    for model, sites in sessions.sites.items():
-        watch.of(sites, model)
-    case.budget.begin()
-    with contextlib.suppress(Found), sessions.running(watch, None):
-        serve(scenario, sessions, prepare(scenario, case.loaded), lambda *_: None)
-    case.budget.spend(watch.forwards)
-    return watch

@@ -6,12 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .baseline import baseline
+from detdiff.engines.mlx.cache_patches import Answer, Entry, Held, Moment, differing, grafted, moment, ranges
+from detdiff.engines.mlx.deciding_rows import place
+from detdiff.engines.mlx.path_changes import baseline
+from detdiff.engines.mlx.reruns import Reruns
+
 from .case import Case, Side
 from .control import BudgetSpent
-from .deciding import place
-from .entries import Entry, Held, differing, grafted, ranges
-from .moment import Answer, Moment, moment
 from .outcome import Outcome
 from .smallest import by_groups
 
@@ -58,8 +59,8 @@ def graft_out(case: Case) -> Outcome:
 def _pair(case: Case) -> _Pair:
     found = case.known.get("graft")
     if not isinstance(found, _Pair):
-        base = baseline(case)
-        moments = {side: moment(case, side, base) for side in "ab"}
+        base = baseline(Reruns.of(case))
+        moments = {side: moment(Reruns.of(case), side, base) for side in "ab"}
         entries = {side: moments[side].entries() for side in "ab"}
         carriers = differing(entries["a"], entries["b"])
         own = {side: moments[side].answer({}) for side in "ab"} if carriers else {}
@@ -73,7 +74,10 @@ def _graft(case: Case, side: Side, results: tuple[str, str]) -> Outcome:
     what = (
         f"the flip of {case.focus.id}" if case.focus.flip is not None else f"the parting of {case.focus.id}"
     )
-    detail: dict[str, Any] = {"carriers": len(pair.carriers), "position": place(case, side).position}
+    detail: dict[str, Any] = {
+        "carriers": len(pair.carriers),
+        "position": place(Reruns.of(case), side).position,
+    }
     ends = [max(layer.end for layer in pair.entries[s]) for s in "ab"]
     states = [layer for layer, held in enumerate(pair.entries[side]) if not held.keys]
     if states:

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from detdiff.engines.mlx.path_changes import Held
+from detdiff.engines.mlx.reruns import Changes, Reruns, Row, Run, rerun
+
 from .case import Case
 from .control import BudgetSpent, CannotRun
 from .outcome import Outcome
-from .rerun import Changes, Run, rerun
-from .steer import Held
-from .watch import Row
 
 
 @dataclass(frozen=True)
@@ -63,12 +63,12 @@ def _both(case: Case, run: Callable[[str], Run]) -> tuple[Run, Run]:
 def _with_split(case: Case, side: str, rows: int) -> Run:
     scenario = case.scenario(side)
     scenario = replace(scenario, kernels=replace(scenario.kernels, split_rows=rows))
-    return rerun(case, side, Changes(scenario=scenario))
+    return rerun(Reruns.of(case), side, Changes(scenario=scenario))
 
 
 def _held(case: Case, side: str) -> Run:
-    sessions = case.sessions(side)
-    return rerun(case, side, Changes(steering=Held(sessions.target.operations.chooser.planned)))
+    sessions = Reruns.of(case).sessions(side)
+    return rerun(Reruns.of(case), side, Changes(steering=Held(sessions.target.operations.chooser.planned)))
 
 
 def _same(case: Case, a: Run, b: Run) -> _Compared:
@@ -121,7 +121,7 @@ def _outcome(
     per_forward: dict[str, tuple[float, float]] = {}
     with contextlib.suppress(BudgetSpent):
         for side, held in zip("ab", runs, strict=True):
-            plain = rerun(case, side)
+            plain = rerun(Reruns.of(case), side)
             per_forward[side] = plain.seconds / max(1, plain.forwards), held.seconds / max(1, held.forwards)
     cost = "; ".join(
         f"side {side} took {1000 * held:.1f} ms a forward instead of {1000 * own:.1f} ms"

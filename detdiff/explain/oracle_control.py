@@ -9,12 +9,13 @@ from typing import Any, Final
 
 import numpy as np
 
+from detdiff.engines.mlx.oracle_operations import Gathered
 from detdiff.errors import OracleRefused
 from detdiff.scenario import Capture, Scenario
 from detdiff_kernels import UnsupportedFormat
 
 from .arithmetic import Arithmetic
-from .captured import DRAFT, Captured, Gathered
+from .captured import DRAFT, Captured
 from .case import Case
 from .control import Control
 from .judged import Judged, Scores

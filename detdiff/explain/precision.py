@@ -12,15 +12,14 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
 
+from detdiff.engines.mlx.deciding_rows import origin_port
 from detdiff.engines.mlx.model import LoadedModel
+from detdiff.engines.mlx.reruns import Changes, Mark, Reruns, Row, Run, rerun
 from detdiff.engines.mlx.serve import Models, Sessions
 
 from .case import Case, Side
 from .control import CannotRun
 from .outcome import Outcome
-from .rerun import Changes, Run, rerun
-from .target import origin_port
-from .watch import Mark, Row
 
 UNIT = {mx.float32: 2.0**-24, mx.float16: 2.0**-11, mx.bfloat16: 2.0**-8}
 """Unit roundoffs: half the distance from 1 to the next number."""
@@ -109,7 +108,7 @@ def _difference(case: Case, wanted: mx.Dtype | None) -> float:
 
 
 def _value(case: Case, side: Side, *, fresh: bool) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
-    wanted = origin_port(case, side)
+    wanted = origin_port(Reruns.of(case), side)
     ((site, port), row) = next(iter(wanted.items()))
 
     def decided(run: Run) -> bool:
@@ -119,11 +118,11 @@ def _value(case: Case, side: Side, *, fresh: bool) -> np.ndarray[tuple[int, ...]
     if fresh:
         # What kernels made of the weights is of the other dtype.
         scenario = case.scenario(side)
-        found = case.models(scenario)
+        found = Reruns.of(case).models(scenario)
         draft = None if found.draft is None else replace(found.draft, staged={})
         sessions = Sessions.of(scenario, Models(replace(found.target, staged={}), draft), case.faults(side))
         changes = replace(changes, sessions=sessions)
-    run = rerun(case, side, changes)
+    run = rerun(Reruns.of(case), side, changes)
     value = run.watch.values.get(Mark(site, port, row))
     if value is None:
         raise CannotRun(f"in this dtype side {side} ends before the row of the origin")

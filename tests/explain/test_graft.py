@@ -9,13 +9,13 @@ import pytest
 from mlx_lm.models.cache import BatchKVCache, KVCache, QuantizedKVCache, RotatingKVCache
 from runs import Runs, model, scenario
 
+from detdiff.engines.mlx.cache_patches import Entry, differing, grafted, held, put
 from detdiff.engines.mlx.instrument import Plant
 from detdiff.engines.mlx.pages import PagedCache, PagePool, PageTable
 from detdiff.engines.mlx.record import RecordOptions
 from detdiff.explain.case import Case
 from detdiff.explain.control import CannotRun
 from detdiff.explain.controls import CONTROLS
-from detdiff.explain.entries import Entry, differing, grafted, held, put
 
 
 @pytest.fixture

@@ -17,11 +17,11 @@ from tiny import CONFIGS, FORMATS, tiny
 from watching import Watching, watched
 
 from detdiff.engines.mlx.instrument.sites import site_name
+from detdiff.engines.mlx.oracle_operations import operation_of
 from detdiff.errors import OracleRefused
 from detdiff.explain.arithmetic import Arithmetic
 from detdiff.explain.bounds import Copied, Linear
 from detdiff.explain.oracle import Judgement, compare_sides, judge
-from detdiff.explain.site_operation import operation_of
 from detdiff_kernels import Affine, Kernel, Weight, kernel
 from detdiff_kernels.rounding import rounded
 

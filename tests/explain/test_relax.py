@@ -8,14 +8,12 @@ from tiny import tiny
 
 from detdiff.compare import compare
 from detdiff.engines.mlx.instrument import Plant
+from detdiff.engines.mlx.path_changes import Change, Relaxed, baseline, trials
 from detdiff.engines.mlx.record import RecordOptions
-from detdiff.explain.baseline import baseline
+from detdiff.engines.mlx.reruns import Changes, Reruns, rerun
 from detdiff.explain.case import Case
 from detdiff.explain.control import Budget
 from detdiff.explain.controls import CONTROLS
-from detdiff.explain.relax import trials
-from detdiff.explain.rerun import Changes, rerun
-from detdiff.explain.steer import Change, Relaxed
 
 CANDLE = {"kernels": "candle-metal", "lengths": (12, 9, 21), "arrivals": (0, 5, 9)}
 
@@ -40,19 +38,19 @@ def test_the_set_alone_parts_and_nothing_can_be_left_out_of_it(runs: Runs) -> No
     relaxed = CONTROLS["relax"](case)
     assert relaxed.result == "smallest"
     found = [Change(each["forward"], each["site"]) for each in relaxed.detail["smallest"]]
-    tried = trials(case)
+    tried = trials(Reruns.of(case))
     assert tried is not None and tried.happens(found)
     assert not any(tried.happens([one for one in found if one != left]) for left in found)
 
 
 def test_a_trial_that_starts_late_answers_as_one_from_the_prompt(runs: Runs) -> None:
     case = _case(runs)
-    base, tried = baseline(case), trials(case)
+    base, tried = baseline(Reruns.of(case)), trials(Reruns.of(case))
     assert tried is not None
     changes = sorted(base.effective)
     for some in (changes[:1], changes[len(changes) // 2 :], changes[-3:], changes):
         whole = rerun(
-            case,
+            Reruns.of(case),
             "b",
             Changes(
                 steering=Relaxed(base.changes, some),

@@ -1,4 +1,4 @@
-"""The operation of a site: what it was given, as captured, with the parameters of the model's module."""
+"""The operation of a site for the float64 oracle: what it was given, as captured, with the parameters of its module."""
 
 from __future__ import annotations
 
@@ -10,19 +10,22 @@ import numpy as np
 from mlx.nn.layers.base import Module
 from numpy.typing import NDArray
 
-from detdiff.engines.mlx.instrument.sites import walk
-from detdiff.engines.mlx.instrument.taps import TAPPED
-from detdiff.engines.mlx.instrument.weights import operand, weight_of
 from detdiff.errors import OracleRefused
+from detdiff.explain.attention_bound import AttentionOperation
+from detdiff.explain.bounds import Copied, Embedding, Linear, Switch, exact_weight, magnitude
+from detdiff.explain.captured import DRAFT, Captured, dtype_of
+from detdiff.explain.oracle import Operation
+from detdiff.explain.roundoff import UNIT, Float64, numbers
+from detdiff.explain.row_bounds import Norm, Rope
+from detdiff.scenario import CachePlan
+from detdiff.trace import Site
 from detdiff_kernels import Affine
 
-from .attention_bound import AttentionOperation
-from .bounds import Copied, Embedding, Linear, Switch, exact_weight, magnitude
-from .oracle import Operation
-from .roundoff import UNIT, Float64, numbers
-from .row_bounds import Norm, Rope
+from .instrument.sites import walk
+from .instrument.taps import TAPPED
+from .instrument.weights import operand, weight_of
 
-Captured = Mapping[str, Any]
+Given = Mapping[str, Any]
 
 # Modules of mlx-lm whose RMSNorm multiplies by one more than its weight; read in mlx-lm 0.32.2.
 _ONE_MORE = ("gemma", "gemma2", "gemma3_text", "recurrent_gemma", "minimax_m3_vl", "muse_glimmer")
@@ -30,7 +33,7 @@ _ROPES = ("RoPE", "Llama3RoPE", "YarnRoPE", "SuScaledRoPE", "ProportionalRoPE")
 _NO_SCALE = 1.0
 
 
-def operation_of(model: Any, site: str, captured: Captured) -> Operation:
+def operation_of(model: Any, site: str, captured: Given) -> Operation:
     """The operation of ``site`` of a model, or of a loaded model, with the inputs ``captured``.
 
     Values are arrays of numbers, widened, or recorded ``Values``; rows come first:
@@ -98,7 +101,7 @@ def _find(site: str, leaves: dict[str, tuple[Module, str]]) -> tuple[str, Module
     )
 
 
-def _get(captured: Captured, port: str, site: str) -> Any:
+def _get(captured: Given, port: str, site: str) -> Any:
     if port not in captured:
         raise OracleRefused(
             f"The capture of {site} has {', '.join(sorted(captured)) or 'nothing'}; the oracle needs {port!r} there. Record "
@@ -121,7 +124,7 @@ def _linear(module: Module, site: str, x: Float64, method: str) -> Linear:
     return Linear(x.reshape(-1, x.shape[-1]), weight_of(module), bias, "scales" in module)
 
 
-def _switch(module: Module, site: str, captured: Captured) -> Switch:
+def _switch(module: Module, site: str, captured: Given) -> Switch:
     _known(module, site)
     x = numbers(_get(captured, "in", site))
     experts = numbers(_get(captured, "experts", site)).astype(np.int64)
@@ -141,7 +144,7 @@ def _class_of(module: Module) -> type:
     return next(cls for cls in type(module).__mro__ if TAPPED not in vars(cls))
 
 
-def _norm(module: Module, site: str, captured: Captured) -> Norm:
+def _norm(module: Module, site: str, captured: Given) -> Norm:
     x = numbers(_get(captured, "in", site))
     cls = _class_of(module)
     name, home = cls.__name__, cls.__module__.rpartition(".")[2]
@@ -164,7 +167,7 @@ def _norm(module: Module, site: str, captured: Captured) -> Norm:
     )
 
 
-def _rope(module: Module, site: str, captured: Captured) -> Rope:
+def _rope(module: Module, site: str, captured: Given) -> Rope:
     x = numbers(_get(captured, "in", site))
     positions = numbers(_get(captured, "positions", site)).reshape(-1)
     cls = _class_of(module)
@@ -184,7 +187,7 @@ def _rope(module: Module, site: str, captured: Captured) -> Rope:
     return Rope(x, positions, dims, traditional, frequencies=held, multiplier=multiplier)
 
 
-def _attention(parent: Module | None, site: str, captured: Captured) -> AttentionOperation:
+def _attention(parent: Module | None, site: str, captured: Given) -> AttentionOperation:
     q = numbers(_get(captured, "in", site))
     keys, key_size = _cached(captured, "k", site)
     values, value_size = _cached(captured, "v", site)
@@ -207,7 +210,7 @@ def _attention(parent: Module | None, site: str, captured: Captured) -> Attentio
     )
 
 
-def _cached(captured: Captured, side: str, site: str) -> tuple[Float64, Float64 | None]:
+def _cached(captured: Given, side: str, site: str) -> tuple[Float64, Float64 | None]:
     """Keys or values (kv heads, keys, D), and for codes |scale| code + |bias|."""
     held = _get(captured, side, site)
     if not isinstance(held, tuple | list):
@@ -230,3 +233,167 @@ def _bias(mask: Any, rows: int, keys: int) -> NDArray[np.float64]:
     array = np.asarray(mask)
     added = np.where(array, 0.0, -np.inf) if array.dtype == np.bool_ else numbers(mask)
     return added[None] if added.ndim == 2 else added
+
+
+class Gathered:
+    """What rows of one site were given and gave in one run; ``positions`` int64 [rows]."""
+
+    def __init__(self, model: Any, captured: Captured, site: Site, request: str, rows: list[int]) -> None:
+        self._model, self._captured, self._site, self._request = model, captured, site, request
+        self._rows = rows
+        index = captured.trace.row_index()
+        self.positions = index.position[rows].astype(np.int64)
+        self._forward = int(index.forward[rows[0]])
+
+    def output(self) -> tuple[Float64, str]:
+        """The outputs (rows, width), and their dtype's name."""
+        if self._site.kind == "cache_write":
+            values = [
+                [self._captured.needed(row, self._site, p) for p in self._site.outputs] for row in self._rows
+            ]
+            joined = np.stack([np.concatenate([v.numbers() for v in each]) for each in values])
+            return joined, dtype_of(values[0][0])
+        found = [self._captured.needed(row, self._site, self._site.outputs[0]) for row in self._rows]
+        return np.stack([value.numbers() for value in found]), dtype_of(found[0])
+
+    def operation(self) -> Operation:
+        """The operation with its inputs; raises OracleRefused."""
+        kind = self._site.kind
+        if kind == "attention":
+            return self._attention()
+        given: dict[str, Any] = {
+            port: self._stack(port) for port in self._site.inputs if port not in ("kv", "written")
+        }
+        if kind in ("cache_write",):
+            return self._of({"expected": np.concatenate([given[port] for port in self._site.inputs], axis=1)})
+        if kind == "rope":
+            width = self._head_width(given["in"].shape[1])
+            given["in"] = given["in"].reshape(len(self._rows), -1, width)
+            given["positions"] = self.positions
+        if kind == "norm":
+            size = self._weight_size(given["in"].shape[1])
+            given = {port: array.reshape(len(self._rows), -1, size) for port, array in given.items()}
+        if kind == "switch":
+            experts = given["experts"]
+            shape = self._switch_shape(given["in"].shape[1], experts.shape[1])
+            given["in"] = given["in"].reshape(len(self._rows), *shape)
+        return self._of(given)
+
+    def _of(self, given: dict[str, Any]) -> Operation:
+        return operation_of(self._model, self._site.name.removeprefix(DRAFT), given)
+
+    def _stack(self, port: str) -> Float64:
+        return np.stack([self._captured.needed(row, self._site, port).numbers() for row in self._rows])
+
+    def _module(self) -> Module | None:
+        model = getattr(self._model, "model", self._model)
+        module = model if not isinstance(self._model, Module) else self._model
+        name = self._site.name.removeprefix(DRAFT)
+        leaves = {found: leaf for found, leaf, _ in walk(module)}
+        while name and name not in leaves:
+            name = name.rpartition(".")[0]
+        return leaves.get(name)
+
+    def _head_width(self, whole: int) -> int:
+        """The width of a head, as the layer's cache has it."""
+        site = self._captured.write_site(self._site.layer, draft=self._site.name.startswith(DRAFT))
+        width = self._captured.needed(self._rows[0], site, "K.0").data.size
+        if whole % width:
+            raise OracleRefused(
+                f"{self._site.name} turns {whole} numbers, which are no whole heads of {width}. Judge the sites around it."
+            )
+        return width
+
+    def _weight_size(self, whole: int) -> int:
+        module = self._module()
+        size = int(module["weight"].size) if module is not None and "weight" in module else whole
+        return size if whole % size == 0 else whole
+
+    def _switch_shape(self, whole: int, chosen: int) -> tuple[int, ...]:
+        module = self._module()
+        assert module is not None
+        width = int(module["weight"].shape[-1])
+        if "scales" in module:
+            width = width * 32 // int(module.bits)
+        return (whole,) if whole == width else (chosen, whole // chosen)
+
+    def _attention(self) -> Operation:
+        """Of one row: its query over the entries that it could see."""
+        if len(self._rows) != 1:
+            raise OracleRefused("Attention is judged row by row, as each row sees other entries.")
+        last = int(self.positions[0])
+        span = range(max(0, last + 1 - (self._window() or last + 1)), last + 1)
+        written = self._captured.write_site(self._site.layer, draft=self._site.name.startswith(DRAFT))
+        q = self._stack("in")
+        given: dict[str, Any] = {"mask": None}
+        if "Quantized" in self._note("kind"):
+            given |= self._quantised(written, span)
+        else:
+            for side in "KV":
+                given[side.lower()] = self._captured.entries(
+                    self._request, written, side, span, self._forward
+                )
+        width = given["k"].shape[2] if "bits" not in given else given.pop("width")
+        if q.shape[1] % width:
+            raise OracleRefused(
+                f"{self._site.name} has queries of {q.shape[1]} numbers and keys of {width}, so heads cannot be told apart. Judge the "
+                "sites around it."
+            )
+        return self._of({**given, "in": q.reshape(1, -1, width)})
+
+    def _quantised(self, written: Site, span: range) -> dict[str, Any]:
+        """Keys and values as codes: what was written, quantised as mlx-lm does it, entry by entry."""
+        scenario = self._captured.trace.scenario
+        bits, group_size = scenario.get("kv_bits"), scenario.get("kv_group_size", CachePlan().kv_group_size)
+        if bits is None:
+            raise OracleRefused(
+                f"{self._site.name} reads a quantised cache of unknown width. Judge the sites before attention."
+            )
+        heads = sum(port.startswith("K.") for port in written.outputs)
+        found: dict[str, Any] = {"bits": bits, "group_size": group_size}
+        for side in "kv":
+            exact = self._captured.written(self._request, written, side, span, self._forward)
+            entries = exact.reshape(len(span), heads, -1).swapaxes(0, 1)
+            found["width"] = entries.shape[2]
+            dtype = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}[self._dtype(written, side)]
+            array = mx.array(entries.astype(np.float32)).astype(dtype)
+            packed, scales, biases = mx.quantize(array, group_size=group_size, bits=bits)
+            found[side] = (
+                np.asarray(packed),
+                *(np.asarray(part.astype(mx.float32)) for part in (scales, biases)),
+            )
+        return found
+
+    def _dtype(self, written: Site, port: str) -> str:
+        return self._captured.needed(self._rows[0], written, port).dtype
+
+    def _note(self, key: str) -> str:
+        """What the layer's cache said of itself at the start of the forward."""
+        line = self._captured.trace.forwards()[self._forward]
+        for note in line["caches"]:
+            if self._site.layer in _layers(note["layers"]):
+                return str(note.get(key, ""))
+        return ""
+
+    def _window(self) -> int | None:
+        """How many entries a row of this layer sees, None for all; read off the cache's class and the model's settings."""
+        if "Rotating" not in self._note("kind"):
+            return None
+        model = getattr(self._model, "model", self._model)
+        arguments = getattr(model, "args", None) or getattr(self._model, "args", None)
+        for name in ("sliding_window", "window_size", "sliding_window_size"):
+            if isinstance(getattr(arguments, name, None), int):
+                return int(getattr(arguments, name))
+        raise OracleRefused(
+            f"{self._site.name} sees a window of its cache, and its length is not among the model's settings. Judge the sites "
+            "before attention."
+        )
+
+
+def _layers(text: str) -> set[int]:
+    found: set[int] = set()
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        if first:
+            found.update(range(int(first), int(last or first) + 1))
+    return found

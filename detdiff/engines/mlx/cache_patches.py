@@ -1,21 +1,30 @@
-"""Cache entries of one request as arrays by position, read from and put into mlx-lm's caches and the paged one."""
+"""Cache entries of one run in another: read and put by position, right before the forward that decides."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import ArraysCache
 from numpy.typing import NDArray
 
-from detdiff.engines.mlx.instrument.buffers import handle, memory
-from detdiff.engines.mlx.pages import PagedCache
+from detdiff.explain.case import Side
+from detdiff.explain.control import CannotRun
 
-from .control import CannotRun
+from .deciding_rows import Place, place
+from .instrument.buffers import handle, memory
+from .instrument.forward import TARGET, Forward
+from .packed import PackedEngine
+from .pages import PagedCache
+from .path_changes import Baseline
+from .reruns import Changes, Reruns, Run, Watch, rerun
+from .snapshot import Snapshot, StopRun
 
-Side = tuple[mx.array, ...]
+Arrays = tuple[mx.array, ...]
 """Keys or values [heads, positions, width] of one request in one layer; a quantised cache has several arrays."""
 
 
@@ -32,8 +41,8 @@ class Held(NamedTuple):
     """What one layer holds of a request: positions ``first`` to ``first`` + n - 1; a recurrent layer holds none."""
 
     first: int
-    keys: Side
-    values: Side
+    keys: Arrays
+    values: Arrays
 
     @property
     def end(self) -> int:
@@ -50,7 +59,7 @@ def held(cache: Any, slot: int = 0) -> Held:
     columns, first = _columns(cache, slot)
     places = mx.array(columns, mx.uint32)
 
-    def side(value: Any) -> Side:
+    def side(value: Any) -> Arrays:
         return tuple(handle(array)[slot][:, places] for array in _arrays(value))
 
     return Held(first, side(cache.keys), side(cache.values))
@@ -163,4 +172,134 @@ def ranges(positions: Sequence[int]) -> list[list[int]]:
             found[-1][1] = position
         else:
             found.append([position, position])
+    return found
+
+
+Answer = int | bytes
+"""The token that is chosen, or a digest of the row where nothing flipped."""
+
+
+class Moment(Protocol):
+    """Reads and tries."""
+
+    def entries(self) -> list[Held]:
+        """What each layer holds of the request."""
+        ...
+
+    def answer(self, changed: Mapping[int, Held]) -> Answer:
+        """What the forward decides where these layers hold other entries."""
+        ...
+
+
+def moment(runs: Reruns, side: Side, base: Baseline) -> Moment:
+    """The moment before the deciding forward of a side. In the padded layout that takes one more run to it."""
+    where = place(runs, side)
+    if runs.case.scenario(side).schedule.layout == "padded":
+        return _Padded(runs, side, where)
+    run = base.a if side == "a" else base.b
+    start = run.snapshots.before(where.forward)
+    if start is None:
+        raise CannotRun(f"there is no snapshot of side {side} before its deciding forward")
+    return _Packed(runs, side, where, run, start[1])
+
+
+@dataclass(frozen=True, eq=False)
+class _Packed:
+    runs: Reruns
+    side: Side
+    place: Place
+    run: Run
+    snapshot: Snapshot
+
+    def entries(self) -> list[Held]:
+        found: list[Held] = []
+
+        def before(engine: PackedEngine) -> None:
+            found.extend(held(cache) for cache in engine.target.caches.of(self.place.request))
+            raise StopRun
+
+        self._rerun(before)
+        return found
+
+    def answer(self, changed: Mapping[int, Held]) -> Answer:
+        done = False
+
+        def before(engine: PackedEngine) -> None:
+            nonlocal done
+            if not done:
+                caches = engine.target.caches.of(self.place.request)
+                for layer, entries in changed.items():
+                    put(caches[layer], entries)
+            done = True
+
+        return _answer(self._rerun(before), self.place)
+
+    def _rerun(self, before: Any) -> Run:
+        decided = None if before is None else lambda run: _known(run, self.place)
+        return rerun(
+            self.runs, self.side, Changes(start=(self.run, self.snapshot), before=before, decided=decided)
+        )
+
+
+def _known(run: Run, where: Place) -> bool:
+    if where.index is not None:
+        return len(run.tokens[where.request]) > where.index
+    return where.row in run.watch.rows
+
+
+def _answer(run: Run, where: Place) -> Answer:
+    if where.index is not None:
+        return run.tokens[where.request][where.index]
+    return run.watch.rows[where.row] + run.watch.logits.get(where.row, b"")
+
+
+class _Padded:
+    """mlx-lm's generators cannot be begun in the middle, but the model can be called as they would call it."""
+
+    def __init__(self, runs: Reruns, side: Side, where: Place) -> None:
+        self.runs, self.side, self.place = runs, side, where
+        if runs.case.scenario(side).requests[where.request].sampling.temperature and where.index is not None:
+            raise CannotRun(
+                "the request draws its tokens, and one forward of mlx-lm's generators cannot be drawn from"
+            )
+        self._caught: list[tuple[Forward, list[Any]]] = []
+        rerun(runs, side, Changes(begun=self._catch))
+        if not self._caught:
+            raise CannotRun(f"side {side} did not come to its deciding forward again")
+        self._forward, self._caches = self._caught[0]
+        self._segment = next(s for s in self._forward.segments if s.request == where.request)
+
+    def _catch(self, forward: Forward, caches: Sequence[Any]) -> None:
+        if forward.index == self.place.forward:
+            self._caught.append((forward, [copied(cache) for cache in caches]))
+            raise StopRun
+
+    def entries(self) -> list[Held]:
+        return [held(cache, self._segment.slot) for cache in self._caches]
+
+    def answer(self, changed: Mapping[int, Held]) -> Answer:
+        session = self.runs.sessions(self.side).target
+        caches = [copied(cache) for cache in self._caches]
+        for layer, entries in changed.items():
+            put(caches[layer], entries, self._segment.slot)
+        self.runs.case.budget.begin()
+        self.runs.case.budget.forward()
+        watch = Watch().of(session.sites, TARGET)
+        with session.running(watch):
+            session.compose = lambda inputs, cache: self._forward
+            logits = session.model(self._forward.tokens, cache=caches)
+            if self.place.index is None:
+                return watch.rows[self.place.row] + watch.logits.get(self.place.row, b"")
+            column = self._segment.column + self.place.position - self._segment.start
+            return int(np.asarray(mx.argmax(logits[self._segment.slot, column])))
+
+
+def copied(cache: Any) -> Any:
+    """A cache of its own, on the same arrays."""
+    found = copy.copy(cache)
+    for name, value in vars(cache).items():
+        if isinstance(value, mx.array):
+            setattr(found, name, handle(value))
+        elif isinstance(value, list | tuple):
+            setattr(found, name, type(value)(handle(v) if isinstance(v, mx.array) else v for v in value))
     return found

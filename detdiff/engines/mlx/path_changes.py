@@ -1,22 +1,32 @@
-"""Takes the calls of a re-run onto other kernel paths: another run's, or one path for every number of rows."""
+"""Takes the calls of a re-run onto other kernel paths: one path for every number of rows, or another run's for some.
+
+A path change is a call of b (forward and site) in which a row takes another path than it took in a. Three runs are known:
+a, b, and b with every change held. In b and in the held run each change is computed both ways on the same inputs, so it is
+known which of them move a bit there. A trial follows the held run until its first relaxed change that moves a bit, and b
+as long as every held change moves none: it starts at the later of the two, and where it never leaves a known run its
+answer is known without a forward.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import NamedTuple
 
 import mlx.core as mx
 
-from detdiff.engines.mlx.instrument.attention import ROW_BY_ROW
-from detdiff.engines.mlx.instrument.forward import Forward
-from detdiff.engines.mlx.instrument.paths import NATIVE, Made, Path, Span
-from detdiff.engines.mlx.instrument.paths import Place as Where
-from detdiff.engines.mlx.instrument.sites import SiteMap
+from detdiff.explain.case import Side
+from detdiff.explain.control import CannotRun
 from detdiff_kernels import Call
 
-from .watch import Paths, Row, rows_of
+from .deciding_rows import FlipOf, Target, flip_of, origin_port, parting_of, place
+from .instrument.attention import ROW_BY_ROW
+from .instrument.forward import Forward
+from .instrument.paths import NATIVE, Made, Path, Span
+from .instrument.paths import Place as Where
+from .instrument.sites import SiteMap
+from .reruns import Changes, Paths, Reruns, Row, Run, rerun, rows_of
 
 Spans = tuple[Span, ...]
 
@@ -232,3 +242,176 @@ def _spans(
         spans.append(Span(start, end, path))
         start = end
     return tuple(spans)
+
+
+@dataclass(frozen=True, eq=False)
+class Baseline:
+    """Run a as far as b goes, run b until the target is decided; ``changes`` are b's path changes up to there, and
+    ``effective`` those that moved bits on b's own inputs, with their forwards."""
+
+    a: Run
+    b: Run
+    target: Target
+    flip: FlipOf | None
+    changes: PathChanges
+    effective: dict[Change, int]
+    wanted: dict[tuple[str, str], Row]
+
+    @property
+    def forwards(self) -> int:
+        return self.a.forwards + self.b.forwards
+
+
+def baseline(runs: Reruns) -> Baseline:
+    """The baseline of a case, run when it is first asked for. Raises CannotRun where a re-run gives other tokens."""
+    found = runs.case.known.get("baseline")
+    if not isinstance(found, Baseline):
+        found = runs.case.known["baseline"] = _baseline(runs)
+    return found
+
+
+def _baseline(runs: Reruns) -> Baseline:
+    flip = flip_of(runs)
+    at = [_deciding(runs, side) for side in "ab"]
+    ports: tuple[dict[tuple[str, str], Row], ...] = (
+        ({}, {}) if flip is not None else (origin_port(runs, "a"), origin_port(runs, "b"))
+    )
+    enough = None if flip is None or at[1] is None else _reached(runs, at[1])
+    a = rerun(runs, "a", Changes(steering=Steer(), keep=True, at=at[0], wanted=ports[0], decided=enough))
+    doubts = Doubted(a.watch.paths)
+    decided = None if flip is None else lambda run: flip.happened(run) is not None
+    b = rerun(runs, "b", Changes(steering=doubts, keep=True, at=at[1], decided=decided, wanted=ports[1]))
+    doubts.settle()
+    if flip is not None and not flip.happened(b):
+        raise CannotRun(f"{flip.said} did not happen when b was run again (see the control repeat)")
+    target: Target = flip if flip is not None else parting_of(runs, a, b)
+    changes = PathChanges.between(a.watch.paths, b.watch.paths)
+    effective = {change: n for change, n in doubts.effective.items() if change in changes.calls}
+    return Baseline(a, b, target, flip, changes, effective, ports[1])
+
+
+def _deciding(runs: Reruns, side: Side) -> int | None:
+    """The forward that a graft is put before, so that there is a snapshot."""
+    try:
+        return place(runs, side).forward
+    except CannotRun:
+        return None
+
+
+def _reached(runs: Reruns, forward: int) -> Callable[[Run], bool]:
+    """Whether a run of a has all rows that b had when ``forward`` was done."""
+    index = runs.case.b.row_index()
+    needed: dict[int, int] = {}
+    for number, request in enumerate(runs.case.a.requests):
+        if request["id"] not in runs.case.ids("b"):
+            continue
+        mine = index.request == runs.case.number("b", request["id"])
+        last = index.position[mine & (index.forward <= forward)].max(initial=-1)
+        # A row chooses the token after its own.
+        needed[number] = int(last) + 2 - len(request["tokens"])
+    return lambda run: all(len(run.tokens[number]) >= count for number, count in needed.items())
+
+
+NEVER = 1 << 60
+
+
+@dataclass
+class _Known:
+    """A run that a trial may fall together with: which changes move bits on its inputs, and how it ended."""
+
+    run: Run
+    effective: dict[Change, int]
+    happened: bool
+
+    def leaves(self, changes: Collection[Change], from_: int = 0) -> int:
+        """The first forward, from one on, in which one of these changes would leave this run."""
+        found = (n for change, n in self.effective.items() if n >= from_ and change in changes)
+        return min(found, default=NEVER)
+
+
+@dataclass
+class Trials:
+    """Trials of one case, and what they took. ``asked`` counts those whose answer was known without a forward too."""
+
+    runs: Reruns
+    base: Baseline
+    held: _Known
+    natural: _Known
+    asked: int = 0
+    run: int = 0
+    forwards: int = 0
+    answers: dict[frozenset[Change], bool] = field(default_factory=dict)
+
+    def happens(self, relaxed: Sequence[Change]) -> bool:
+        """Whether the target still happens where only these changes are left as b has them."""
+        key = frozenset(relaxed)
+        if key not in self.answers:
+            self.asked += 1
+            self.answers[key] = self._answer(key)
+        return self.answers[key]
+
+    def _answer(self, relaxed: frozenset[Change]) -> bool:
+        kept = frozenset(self.base.changes.calls) - relaxed
+        leaves_held, leaves_natural = self.held.leaves(relaxed), self.natural.leaves(kept)
+        if NEVER in (leaves_held, leaves_natural):
+            return (self.held if leaves_held == NEVER else self.natural).happened
+        known = self.held if leaves_held >= leaves_natural else self.natural
+        start = known.run.snapshots.before(max(leaves_held, leaves_natural))
+        answer: list[bool] = []
+
+        def decided(run: Run) -> bool:
+            happened = self.base.target.happened(run)
+            if happened is None:
+                for each, others in ((self.held, relaxed), (self.natural, kept)):
+                    if _together(run, each.run) and each.leaves(others, run.last) == NEVER:
+                        happened = each.happened
+            if happened is not None:
+                answer[:] = [happened]
+            return happened is not None
+
+        trial = rerun(
+            self.runs,
+            "b",
+            Changes(
+                steering=Relaxed(self.base.changes, relaxed),
+                decided=decided,
+                start=None if start is None else (known.run, start[1]),
+                wanted=self.base.wanted,
+            ),
+        )
+        self.run += 1
+        self.forwards += trial.forwards
+        return answer[0] if answer else bool(self.base.target.happened(trial))
+
+
+def _together(run: Run, known: Run) -> bool:
+    """Whether the caches of both are bit-equal now, after equal forwards."""
+    n = run.last
+    return 0 < n <= known.last and run.watch.chain[n - 1] == known.watch.chain[n - 1]
+
+
+def trials(runs: Reruns) -> Trials | None:
+    """The trials of a runs, its held run done; None where no path change moves a bit in b."""
+    base = baseline(runs)
+    if not base.effective:
+        return None
+    doubts = Relaxed(base.changes, (), doubting=True)
+    first = base.b.snapshots.before(min(base.effective.values()))
+    held = rerun(
+        runs,
+        "b",
+        Changes(
+            steering=doubts,
+            keep=True,
+            decided=lambda run: base.target.happened(run) is not None,
+            start=None if first is None else (base.b, first[1]),
+            wanted=base.wanted,
+        ),
+    )
+    doubts.settle()
+    return Trials(
+        runs,
+        base,
+        _Known(held, doubts.effective, bool(base.target.happened(held))),
+        _Known(base.b, base.effective, True),
+    )
