@@ -367,8 +367,8 @@ def report(files: tuple[Path, ...], why: bool, budget: int | None, **options: An
     """
     from detdiff.commands import report as reports
     from detdiff.commands.outputs import Wanted, check
-    from detdiff.report.report_json import report_json_text
-    from detdiff.report.terminal import report_text
+    from detdiff.report.json import report_json_text
+    from detdiff.report.text import report_text
 
     if len(files) > 2:
         raise click.UsageError(f"report takes two files at most, and there are {len(files)}.")

@@ -12,7 +12,7 @@ from detdiff.engines.mlx.record import RecordOptions, record
 from detdiff.engines.mlx.serve import Models
 from detdiff.explain import Verdict, explain
 from detdiff.report import verdict_text
-from detdiff.report.verdict_text import TITLES
+from detdiff.report.text import TITLES
 from detdiff.scenario import Scenario
 
 FOLDER = Path(__file__).parents[1] / "traces" / "reference-case"

@@ -21,11 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from detdiff.report.content import Report, build
+from detdiff.report.build import build
+from detdiff.report.document import Report
+from detdiff.report.json import report_json_text
 from detdiff.report.markdown import markdown
-from detdiff.report.report_json import report_json_text
 from detdiff.report.saved import read_saved
-from detdiff.report.terminal import report_text
+from detdiff.report.text import report_text
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = ROOT / "tests" / "report" / "golden"

@@ -9,8 +9,9 @@ from typing import Final
 from detdiff.compare import Choice, Divergence, Flip, RequestDivergence
 from detdiff.explain import Verdict
 from detdiff.report import divergence_text, headline, verdict_text
-from detdiff.report.page import Page
-from detdiff.report.text import cache_lines, flip_lines, origin_lines
+from detdiff.report.document import Page
+from detdiff.report.findings import cache_lines, flip_lines, origin_lines
+from detdiff.report.text import plain
 from detdiff.report.words import count, escaped
 
 from .kept import Kept, relative
@@ -49,9 +50,9 @@ def failure_text(
     for failure in failures:
         text += "\n" + _failure(failure, full)
     if passed:
-        page = Page(WIDTH)
+        page = Page()
         page.item("passed: ", ", ".join(map(escaped, passed)))
-        text += "\n" + page.text()
+        text += "\n" + plain(page.blocks, width=WIDTH)
     return text.rstrip("\n")
 
 
@@ -71,19 +72,19 @@ def _headline(failures: Sequence[Failure], level: str, model: str, passed: int) 
 
 
 def _failure(failure: Failure, full: bool) -> str:
-    page = Page(WIDTH)
+    page = Page()
     divergence = failure.divergence
     page.item(f"{escaped(failure.name)}: ", "" if divergence is None else headline(divergence))
     page.item("  a: ", failure.a)
     page.item("  b: ", failure.b)
     for why in dict.fromkeys(failure.why):
         page.item("  why: " if failure.checked else "  NOT CHECKED: ", why)
-    text = page.text()
+    text = plain(page.blocks, width=WIDTH)
     if full and failure.verdict is not None:
         text += "\n" + verdict_text(failure.verdict, width=WIDTH) + "\n"
     if full and divergence is not None:
         text += "\n" + divergence_text(divergence, width=WIDTH) + "\n"
-    page = Page(WIDTH)
+    page = Page()
     if not full and divergence is not None:
         _small(page, divergence)
         if failure.verdict is not None:
@@ -97,7 +98,7 @@ def _failure(failure: Failure, full: bool) -> str:
         page.item("  kept: ", f"{', '.join(failure.kept.names)} in {relative(failure.kept.folder)}")
     if failure.unkept:
         page.item("  kept: ", f"nothing, because it could not be written: {escaped(failure.unkept)}")
-    return text + page.text() + _commands(failure.kept)
+    return text + plain(page.blocks, width=WIDTH) + _commands(failure.kept)
 
 
 def _commands(kept: Kept | None) -> str:

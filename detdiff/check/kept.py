@@ -92,7 +92,7 @@ def write_report(
 ) -> Kept:
     """Write the HTML report beside the traces; the answer names it too."""
     from detdiff.compare.series import series
-    from detdiff.report.content import build
+    from detdiff.report.build import build
     from detdiff.report.html import write_html
 
     report = build(divergence, verdict, series(a, b, divergence), kept.commands[-1])

@@ -10,11 +10,12 @@ from pathlib import Path
 from detdiff.commands.outputs import whole
 from detdiff.commands.pack_places import Places, without_values
 from detdiff.commands.pack_readme import command, readme
-from detdiff.report.content import Report, build
+from detdiff.report.build import build
+from detdiff.report.document import Report
 from detdiff.report.html import html
+from detdiff.report.json import report_json_text
 from detdiff.report.markdown import markdown
-from detdiff.report.report_json import report_json_text
-from detdiff.report.terminal import report_text
+from detdiff.report.text import report_text
 from detdiff.scenario import Scenario
 from detdiff.trace import Trace
 

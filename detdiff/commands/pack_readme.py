@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from detdiff.commands.pack_places import WORDS, Places
-from detdiff.report.content import Report
-from detdiff.report.markdown_text import inline, sentence
+from detdiff.report.document import Report
+from detdiff.report.markdown import inline, sentence
 from detdiff.report.words import escaped
 from detdiff.trace import Trace
 

@@ -14,7 +14,8 @@ from detdiff.commands.outputs import STDOUT, Wanted, check, put
 from detdiff.commands.sides import Asked, Progress, Side, named, recorded, sides
 from detdiff.compare import compare, series
 from detdiff.errors import CommandError, Interrupted, TraceError
-from detdiff.report.content import Report, build
+from detdiff.report.build import build
+from detdiff.report.document import Report
 from detdiff.report.saved import Saved, read_saved
 from detdiff.trace import Trace
 from detdiff.trace.header import HEADER
@@ -195,8 +196,8 @@ def _said(written: Sequence[Path]) -> str:
 
 def _each(made: Made, wanted: Wanted, drawn: Mapping[str, str]) -> Iterator[Path]:
     """Writes one file after the other, and gives each when it is there."""
+    from detdiff.report.json import report_json_text
     from detdiff.report.markdown import markdown
-    from detdiff.report.report_json import report_json_text
 
     if wanted.html is not None:
         from detdiff.report.html import html
@@ -216,7 +217,7 @@ def _each(made: Made, wanted: Wanted, drawn: Mapping[str, str]) -> Iterator[Path
 
 
 def _drawn(made: Made, folder: Path) -> dict[str, str]:
-    from detdiff.report.plot import plots
+    from detdiff.report.views import plots
 
     drawn = plots(made.report)
     if not drawn:

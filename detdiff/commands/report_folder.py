@@ -10,7 +10,7 @@ from detdiff.commands.report import Made, Why, how_to_run, opened_answer, pair_i
 from detdiff.commands.sides import Asked
 from detdiff.compare import compare, series
 from detdiff.errors import CommandError, DetdiffError
-from detdiff.report.content import build
+from detdiff.report.build import build
 from detdiff.report.index import Entry, index_html, index_text
 from detdiff.report.saved import read_saved
 from detdiff.report.words import escaped

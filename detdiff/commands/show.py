@@ -12,8 +12,7 @@ import numpy as np
 from tabulate import tabulate
 
 from detdiff.errors import NotATrace
-from detdiff.report.settings import asked, rules, sampling
-from detdiff.report.words import count, escaped, shown
+from detdiff.report.words import asked, count, escaped, rules, sampling, shown
 from detdiff.trace import Trace, parse_ranges
 
 SCHEMA = "detdiff.trace-summary/1"

@@ -1,9 +1,10 @@
 """Reports: pure functions of a Divergence or a Verdict."""
 
-from detdiff.report.json import SCHEMA, from_json, to_json
-from detdiff.report.text import divergence_text, headline
-from detdiff.report.verdict_json import verdict_json
-from detdiff.report.verdict_text import verdict_text
+from detdiff.report.findings import headline
+from detdiff.report.json import DIVERGENCE as SCHEMA
+from detdiff.report.json import to_json, verdict_json
+from detdiff.report.saved import from_json
+from detdiff.report.text import divergence_text, verdict_text
 
 __all__ = [
     "SCHEMA",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
@@ -19,23 +19,19 @@ from typing import TYPE_CHECKING, Any, Final
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from .blocks import Blank, Block, Code, Item, Prose, Table, Texts, View
-from .columns import is_numeric
-from .content import Report, Section
+from detdiff.compare.divergence import Divergence, RequestDivergence
+
+from .document import Blank, Block, Code, Item, Prose, Report, Section, Table, Texts, View, Word, is_numeric
 from .html_data import payload
-from .html_facts import facts
-from .html_tables import values
-from .html_texts import side_by_side
-from .plot import plot
-from .plot_style import style as plot_style
-from .words import named
+from .svg import style
+from .views import plot, values
+from .words import count, named, number, runs_of, short_path, shown, spans
 
 if TYPE_CHECKING:
     from detdiff.compare.series import Series
 
 LARGEST: Final = 2_000_000
 """Bytes of a page at most."""
-
 _TEXTS: Final = 400_000
 _PICTURES: Final = 500_000
 _SECTION: Final = 60_000
@@ -99,7 +95,7 @@ def html(report: Report) -> str:
     blocks = [block for section in report.sections for block in section.blocks]
     pictures = _Pictures(report.series, sum(isinstance(block, View) for block in blocks))
     room = _TEXTS // max(1, sum(isinstance(block, Texts) for block in blocks))
-    sections = [(section, _parts(section, pictures, room)) for section in report.sections]
+    sections = [(section, _section_parts(section, pictures, room)) for section in report.sections]
     for parts in [parts for _, parts in sections if any(part.kind == "texts" for part in parts)][:1]:
         place = next(n for n, part in enumerate(parts) if part.kind == "texts")
         parts[place] = replace(parts[place], first=True)
@@ -153,7 +149,7 @@ class _Pictures:
         )
 
 
-def _parts(section: Section, pictures: _Pictures, room: int) -> list[Part]:
+def _section_parts(section: Section, pictures: _Pictures, room: int) -> list[Part]:
     """Neighbouring items as one list; a line that names a request is a heading. A section has its room, too."""
     parts: list[Part] = []
     items: list[Item] = []
@@ -168,7 +164,7 @@ def _parts(section: Section, pictures: _Pictures, room: int) -> list[Part]:
         if items:
             parts.append(Part("items", tuple(items)))
             items = []
-        parts += _part(block, pictures, room)
+        parts += _block_parts(block, pictures, room)
     if left < 0:
         parts.append(
             Part("prose", "The page has no room for the rest of this section; the report in JSON has it.")
@@ -189,7 +185,7 @@ def _length(block: Block) -> int:
             return 0
 
 
-def _part(block: Block, pictures: _Pictures, room: int) -> Iterator[Part]:
+def _block_parts(block: Block, pictures: _Pictures, room: int) -> Iterator[Part]:
     match block:
         case Prose(text):
             heading = text.startswith("request ")
@@ -233,14 +229,14 @@ def _advice(report: Report) -> Markup:
 
 
 def _page(template: str, scripts: Sequence[str], context: dict[str, Any]) -> str:
-    style = Markup(plot_style() + _asset("report.css"))
+    sheet = Markup(style() + _asset("report.css"))
     # One function around all of them: nothing of a page's script is a global name.
     script = Markup('"use strict";\n(() => {\n' + "\n".join(_asset(name) for name in scripts) + "\n})();\n")
     policy = (
-        f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; base-uri 'none'; "
+        f"default-src 'none'; style-src '{_hash(sheet)}'; script-src '{_hash(script)}'; base-uri 'none'; "
         "form-action 'none'"
     )
-    return _environment().get_template(template).render(style=style, script=script, policy=policy, **context)
+    return _environment().get_template(template).render(style=sheet, script=script, policy=policy, **context)
 
 
 def render(template: str, scripts: Sequence[str], **context: Any) -> str:
@@ -269,3 +265,166 @@ def _environment() -> Environment:
     made.filters |= {"said": said, "cut": cut, "named": named}
     made.tests |= {"numeric": is_numeric}
     return made
+
+
+NEARBY = 60
+"""Tokens shown on either side of the flip before the rest is folded."""
+_NAMED = {"near": "t near", "flip": "t flip", "after": "t after"}
+
+
+@dataclass(frozen=True)
+class Passage:
+    """Tokens as markup; ``count`` of them, and ``missing`` that the page has no room for."""
+
+    html: Markup
+    count: int
+    missing: int = 0
+
+
+@dataclass(frozen=True)
+class Column:
+    """One run's tokens: before the flip those of ``shown`` alone, and from the flip on ``shown`` and then ``folded``."""
+
+    run: str
+    shown: Passage
+    folded: Passage
+
+
+@dataclass(frozen=True)
+class SideBySide:
+    """``shared`` comes before the columns and is equal in both runs. ``columns`` is empty where nothing flips."""
+
+    request: str
+    shared: Passage
+    shared_shown: Passage
+    columns: tuple[Column, ...]
+
+
+def side_by_side(texts: Texts, room: int) -> SideBySide:
+    """The tokens with their boundaries. All that is folded takes about ``room`` bytes at most."""
+    same = _equal_tokens(texts)
+    shared = [
+        _both(a, b) if b.mark == "near" else a for a, b in zip(texts.a[:same], texts.b[:same], strict=True)
+    ]
+    flips = same < max(len(texts.a), len(texts.b))
+    start = max(0, same - NEARBY) if flips else 0
+    if start < NEARBY // 2:
+        start = 0
+    near, far = (shared[start:], shared[:start]) if flips else (shared[:NEARBY], shared[NEARBY:])
+    folded = _passage(far, room // 2, from_end=flips)
+    columns: tuple[Column, ...] = ()
+    if flips:
+        columns = tuple(
+            _run_column(run, near, words[same:], room // 4) for run, words in (("a", texts.a), ("b", texts.b))
+        )
+    return SideBySide(texts.request, folded, _passage(near), columns)
+
+
+def _equal_tokens(texts: Texts) -> int:
+    for n, (a, b) in enumerate(zip(texts.a, texts.b, strict=False)):
+        if a.token != b.token or a.mark in ("flip", "after"):
+            return n
+    return min(len(texts.a), len(texts.b))
+
+
+def _both(a: Word, b: Word) -> Word:
+    return Word(a.index, a.token, a.text, a.margin, b.mark)
+
+
+def _run_column(run: str, near: Sequence[Word], after: Sequence[Word], room: int) -> Column:
+    cut = NEARBY if len(after) > NEARBY + NEARBY // 2 else len(after)
+    return Column(run, _passage([*near, *after[:cut]]), _passage(after[cut:], room))
+
+
+def _passage(words: Sequence[Word], room: int | None = None, from_end: bool = False) -> Passage:
+    """As many words as there is room for; with ``from_end`` it is the first that are left out."""
+    pieces: list[Markup] = []
+    for word in reversed(words) if from_end else words:
+        piece = _word(word)
+        if room is not None:
+            room -= len(piece.encode())
+            if room < 0:
+                break
+        pieces.append(piece)
+    ordered: Iterable[Markup] = reversed(pieces) if from_end else pieces
+    return Passage(Markup("").join(ordered), len(words), len(words) - len(pieces))
+
+
+def _word(word: Word) -> Markup:
+    # An empty text, that of a special token, would be invisible.
+    text = escape(word.text or "∅")
+    tag = "mark" if word.mark == "flip" else "span"
+    return Markup(f'<{tag} class="{_NAMED.get(word.mark, "t")}">{text}</{tag}>')
+
+
+@dataclass(frozen=True)
+class Fact:
+    """``section`` is where more of it stands."""
+
+    section: str
+    title: str
+    what: str
+    details: tuple[str, ...]
+
+
+def facts(report: Report) -> tuple[Fact, ...]:
+    """The earliest origin, and the first request that flips; what was compared where nothing parts."""
+    divergence = report.divergence
+    if divergence is None:
+        return ()
+    parted = [each for each in divergence.requests if each.rung is not None]
+    made: list[Fact | None] = [_compared_fact(divergence)]
+    if parted:
+        first = next((each for each in parted if each.id == divergence.first), parted[0])
+        flipped = [each for each in (first, *parted) if each.flip is not None]
+        end = flipped[0] if flipped else first
+        made = [_born_fact(first), _carried_fact(end), _flipped_fact(end)]
+    return tuple(fact for fact in made if fact is not None and report.section(fact.section) is not None)
+
+
+def _compared_fact(divergence: Divergence) -> Fact:
+    found = divergence.compared
+    details = (count(found.requests, "request"), count(found.rows, "row"), f"{found.differing:,} differ")
+    return Fact("compared", "Compared", count(found.digests, "digest"), details)
+
+
+def _born_fact(request: RequestDivergence) -> Fact:
+    origin = request.origin
+    if origin is None:
+        return Fact("birth", "Born", "no origin could be named", (f"parts in {request.rung}",))
+    details = [f"position {origin.position} of {named(request.id)}"]
+    if origin.path_a != origin.path_b:
+        rows = ["?" if n is None else count(n, "row") for n in (origin.rows_a, origin.rows_b)]
+        details.append(f"a: {rows[0]}, {short_path(origin.path_a)}")
+        details.append(f"b: {rows[1]}, {short_path(origin.path_b)}")
+    else:
+        details.append(f"{short_path(origin.path_a)} in both")
+    return Fact("birth", "Born", named(origin.site), tuple(details))
+
+
+def _carried_fact(request: RequestDivergence) -> Fact | None:
+    found = request.carriers
+    if found is None:
+        return None
+    if not found.count:
+        return Fact("carriers", "Carried", "by no cache entry", (f"{found.entries:,} compared, all equal",))
+    details = (
+        f"of {found.entries:,} alive at position {found.alive_at} of {named(request.id)}",
+        f"positions {spans(found.positions)}",
+        f"layers {spans(runs_of(found.layers))}",
+    )
+    return Fact("carriers", "Carried", count(found.count, "cache entry", "cache entries"), details)
+
+
+def _flipped_fact(request: RequestDivergence) -> Fact:
+    flip = request.flip
+    if flip is None:
+        generated = min(request.generated_a, request.generated_b)
+        return Fact("flip", "No flip", f"{count(generated, 'generated token')} alike", ())
+    if flip.kind == "length":
+        return Fact("flip", "Flipped", "ends at another length", (f"token {flip.index}",))
+    details = (
+        f"generated token {flip.index} of {named(request.id)}",
+        f"margin {number(flip.a.margin)} in a, {number(flip.b.margin)} in b",
+    )
+    return Fact("flip", "Flipped", f"{shown(flip.a.text)} → {shown(flip.b.text)}", details)

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from urllib.parse import quote
 
-from .blocks import Table
-from .columns import table_lines
-from .content import Report
+from .document import Report, Table
+from .text import table_lines
 from .words import count, named
 
 KINDS = ("bug", "race", "numerics", "policy", "undetermined", "different", "inconclusive", "identical")

@@ -1,4 +1,4 @@
-"""A Divergence as a JSON object and back. ``docs/json-schema.md`` lists every key.
+"""Comparisons, verdicts and reports as JSON objects. ``docs/json-schema.md`` lists every key; ``saved`` reads them back.
 
 JSON has no NaN and no infinities: such numbers are the strings "NaN", "Infinity" and "-Infinity".
 """
@@ -6,36 +6,30 @@ JSON has no NaN and no infinities: such numbers are the strings "NaN", "Infinity
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
 
 from detdiff.compare.divergence import Divergence
-from detdiff.errors import AnswerError
+from detdiff.compare.grids import Grid
+from detdiff.compare.series import Series
+from detdiff.explain.control import Control
+from detdiff.explain.verdict import Evidence, Verdict
 
-from .decode import Decoder
+from .document import Block, Report, Section, Texts, View
+from .words import NAME, named
 
-SCHEMA = "detdiff.divergence/1"
-
-DECODER = Decoder(SCHEMA, "Compare the traces again with this version.")
+DIVERGENCE = "detdiff.divergence/1"
 
 
 def to_json(divergence: Divergence) -> dict[str, Any]:
     """The answer as JSON values only: ``json.dumps(..., allow_nan=False)`` takes it."""
-    return {"schema": SCHEMA, **encoded(divergence)}
-
-
-def from_json(answer: object) -> Divergence:
-    """The inverse of ``to_json``. Raises AnswerError for another schema, or a missing, unknown or ill-typed key."""
-    if not isinstance(answer, Mapping) or answer.get("schema") != SCHEMA:
-        found = answer.get("schema") if isinstance(answer, Mapping) else type(answer).__name__
-        raise AnswerError(
-            f"The answer has schema {found!r}; expected {SCHEMA!r}. Compare the traces again with this version."
-        )
-    body = {key: value for key, value in answer.items() if key != "schema"}
-    decoded = DECODER.read(Divergence, body, "answer")
-    assert isinstance(decoded, Divergence)
-    return decoded
+    return {"schema": DIVERGENCE, **encoded(divergence)}
 
 
 def encoded(value: Any) -> Any:
@@ -49,3 +43,154 @@ def encoded(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     return value
+
+
+VERDICT = "detdiff.verdict/1"
+
+
+def verdict_json(verdict: Verdict) -> dict[str, Any]:
+    """The verdict as JSON values only: ``json.dumps(..., allow_nan=False)`` takes it."""
+    return {
+        "schema": VERDICT,
+        "verdict": verdict.kind,
+        "said": verdict.said,
+        "rule": verdict.rule,
+        "advice": verdict.advice,
+        "missing": list(verdict.missing),
+        "evidence": [_evidence(each) for each in verdict.evidence],
+        "controls": [_control(each) for each in verdict.controls],
+        "fragile": [encoded(asdict(each)) for each in verdict.fragile],
+        "divergence": None if verdict.divergence is None else to_json(verdict.divergence),
+    }
+
+
+def _evidence(evidence: Evidence) -> dict[str, Any]:
+    return {
+        "fact": evidence.fact,
+        "said": evidence.said,
+        "decided": evidence.decided,
+        "detail": encoded(evidence.detail),
+    }
+
+
+def _control(control: Control) -> dict[str, Any]:
+    return {
+        "name": control.name,
+        "result": control.result,
+        "said": control.said,
+        "forwards": control.forwards,
+        "seconds": control.seconds,
+        "detail": encoded(control.detail),
+    }
+
+
+REPORT: Final = "detdiff.report/1"
+_LINE = 160
+"""Characters of a value that stands on one line."""
+
+
+def report_json(report: Report) -> dict[str, Any]:
+    """The report as JSON values only: ``json.dumps(..., allow_nan=False)`` takes it.
+
+    A verdict has its comparison in itself, so that ``divergence`` is null beside one; where a report has both and they
+    are not the same, as after a replay, both are there.
+    """
+    verdict = report.verdict
+    inside = verdict is not None and verdict.divergence is report.divergence
+    return {
+        "schema": REPORT,
+        "kind": report.kind,
+        "headline": report.headline,
+        "advice": report.advice,
+        "command": report.command,
+        "sections": [_section(section) for section in report.sections],
+        "divergence": None if report.divergence is None or inside else to_json(report.divergence),
+        "verdict": None if verdict is None else verdict_json(verdict),
+        "series": None if report.series is None else series_json(report.series),
+    }
+
+
+def report_json_text(report: Report) -> str:
+    """The JSON object as text: what is long over several lines, but lists of numbers, which maps are full of, on one."""
+    return f"{_text(report_json(report), '')}\n"
+
+
+def _section(section: Section) -> dict[str, Any]:
+    return {
+        "id": section.id,
+        "title": section.title,
+        "folded": section.folded,
+        "blocks": [_block(block) for block in section.blocks],
+    }
+
+
+def _block(block: Block) -> dict[str, Any]:
+    found = {"type": type(block).__name__.lower(), **encoded(block)}
+    if isinstance(block, Texts):
+        # All tokens are in the series; here are those that matter.
+        for run, words in (("a", block.a), ("b", block.b)):
+            found[run] = [
+                {"index": w.index, "text": w.text, "mark": w.mark}
+                for w in words
+                if w.mark in ("flip", "near")
+            ]
+    if isinstance(block, View) and block.request is not None and len(block.request) > NAME:
+        found["request"] = named(block.request)
+    return found
+
+
+def _text(value: Any, indent: str) -> str:
+    inner = f"{indent} "
+    if isinstance(value, Mapping) and value:
+        parts = [f"{json.dumps(key)}: {_text(item, inner)}" for key, item in value.items()]
+        return _joined("{", parts, "}", indent)
+    if isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
+        return _joined("[", [_text(item, inner) for item in value], "]", indent)
+    return json.dumps(value, allow_nan=False)
+
+
+def _joined(start: str, parts: Sequence[str], end: str, indent: str) -> str:
+    if sum(map(len, parts)) + 2 * len(parts) <= _LINE and not any("\n" in part for part in parts):
+        return f"{start}{', '.join(parts)}{end}"
+    lines = f",\n{indent} ".join(parts)
+    return f"{start}\n{indent} {lines}\n{indent}{end}"
+
+
+def series_json(series: Series) -> dict[str, Any]:
+    """JSON values only."""
+    made = _encoded_series(series)
+    assert isinstance(made, dict)
+    return made
+
+
+def _encoded_series(value: Any) -> Any:
+    if isinstance(value, Grid):
+        return {
+            "name": value.name,
+            "positions": value.state.shape[1],
+            "rows": list(value.rows),
+            "state": [_runs(row) for row in value.state],
+            "share": [_runs(row) for row in value.share],
+            "ulp": None if value.ulp is None else [_known(row) for row in value.ulp],
+            "rel": None if value.rel is None else [_known(row) for row in value.rel],
+        }
+    if dataclasses.is_dataclass(value):
+        return {
+            field.name: _encoded_series(getattr(value, field.name)) for field in dataclasses.fields(value)
+        }
+    if isinstance(value, tuple):
+        return [_encoded_series(item) for item in value]
+    return encoded(value)
+
+
+def _runs(row: NDArray[np.uint8]) -> list[list[int]]:
+    """``[[value, how many], ...]``."""
+    starts = np.flatnonzero(np.diff(row, prepend=row[:1] ^ 1))
+    runs: list[list[int]] = np.column_stack([row[starts], np.diff(starts, append=len(row))]).tolist()
+    return runs
+
+
+def _known(row: NDArray[np.float32]) -> list[list[Any]]:
+    """``[[position, value], ...]`` of those that are there, in few digits that give the same float32 again."""
+    places = np.flatnonzero(~np.isnan(row)).tolist()
+    return [[place, encoded(float(f"{row[place]:.9g}"))] for place in places]

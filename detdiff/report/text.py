@@ -1,123 +1,362 @@
-"""A Divergence as plain text: a sentence first, then each parted request, then what was compared."""
+"""Documents and blocks as text: what matters first, tables and texts that fit the width of a terminal."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+import textwrap
+import unicodedata
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import zip_longest
+from typing import Final, Literal
+
+from tabulate import tabulate
 
 from detdiff.compare.divergence import (
-    Choice,
     Divergence,
-    Finding,
-    Flip,
-    Origin,
     RequestDivergence,
-    Run,
 )
+from detdiff.explain.control import NOT_RUN, Control
+from detdiff.explain.verdict import Evidence, Verdict
 
-from .lifecycle import agreement_lines, chunk_lines, event_lines
-from .page import Page
-from .settings import asked, decisive, sampling
-from .speculation import speculation_lines
-from .words import birth, composition, count, layer, named, number, passage, runs_of, shown, size, spans
+from .document import (
+    Blank,
+    Block,
+    Code,
+    Excerpt,
+    Item,
+    Page,
+    Prose,
+    Report,
+    Section,
+    Table,
+    Texts,
+    View,
+    excerpts,
+    is_numeric,
+    legend,
+    marked,
+)
+from .findings import (
+    agreement_lines,
+    cache_lines,
+    chunk_lines,
+    compared_lines,
+    finding_lines,
+    flip_forward_lines,
+    flip_lines,
+    float64_lines,
+    fragile_lines,
+    headline,
+    margin_lines,
+    not_run_lines,
+    origin_count_lines,
+    origin_lines,
+    run_line,
+    sentence_of,
+    speculation_lines,
+    verdict_lines,
+)
+from .views import view_blocks
+from .words import asked, count, named, passage, sampling
+
+NARROWEST = 40
+_BESIDE = 100
+"""From this width on two texts stand side by side."""
+_INDENT = 2
+_STYLES: dict[str, Style] = {"flip": "flip", "near": "near", "after": "after"}
+
+
+def report_text(report: Report, *, width: int = 100, colour: bool = False) -> str:
+    """The whole report in lines of at most ``width`` (at least 40) characters; only a word that is longer stands out.
+
+    ``colour`` adds escape sequences, and nothing that is not said in characters too.
+    """
+    width = max(NARROWEST, width)
+    return "".join(f"{line.rstrip()}\n" for line in _report_lines(report, width, colour))
+
+
+def _report_lines(report: Report, width: int, colour: bool) -> Iterator[str]:
+    for line in _fill(report.headline, width):
+        yield _title(line, colour)
+    yield from _fill(f"kind: {report.kind}", width)
+    if report.advice:
+        yield from _fill(f"what to do: {report.advice}", width)
+    for section in report.sections:
+        yield ""
+        yield from _section(section, report, width, colour)
+
+
+def _section(section: Section, report: Report, width: int, colour: bool) -> Iterator[str]:
+    yield _title(section.title, colour)
+    yield "-" * len(section.title)
+    before: Block | None = None
+    for block in section.blocks:
+        shown = view_blocks(block, report, width - 4) if isinstance(block, View) else (block,)
+        for each in shown:
+            if isinstance(before, Table) and isinstance(each, Table):
+                yield ""
+            yield from _block(each, width, colour)
+            before = each
+
+
+def _block(block: Block, width: int, colour: bool) -> Iterator[str]:
+    match block:
+        case Table():
+            yield from table_lines(block, width)
+        case Texts():
+            yield from _two_texts(block, width, colour)
+        case Code(text):
+            # A command is copied as one line, whatever the width.
+            yield from textwrap.indent(text, "    ").splitlines()
+        case _:
+            yield from plain([block], width=width).splitlines()
+
+
+def _two_texts(texts: Texts, width: int, colour: bool) -> Iterator[str]:
+    a, b = excerpts(texts)
+    indent = " " * _INDENT
+    if [word.token for word in texts.a] == [word.token for word in texts.b]:
+        yield from _text_column(_excerpt("both", a, len(texts.a)), width, colour)
+    elif width >= _BESIDE:
+        room = (width - _INDENT - 3) // 2
+        columns = [
+            [line for part in _excerpt(run, of, len(words)) for line in wrapped(part, room)]
+            for run, of, words in (("a", a, texts.a), ("b", b, texts.b))
+        ]
+        for left, right in zip_longest(*columns, fillvalue=[]):
+            yield (f"{indent}{printed(left, colour=colour, width=room)} | {printed(right, colour=colour)}")
+    else:
+        for run, of, words in (("a", a, texts.a), ("b", b, texts.b)):
+            yield from _text_column(_excerpt(run, of, len(words)), width, colour)
+    if said := legend(texts):
+        yield from textwrap.wrap(said, width, initial_indent=indent, subsequent_indent=indent)
+
+
+def _text_column(parts: list[Line], width: int, colour: bool) -> Iterator[str]:
+    for part in parts:
+        for line in wrapped(part, width - _INDENT):
+            yield " " * _INDENT + printed(line, colour=colour)
+
+
+def _excerpt(run: str, of: Excerpt, total: int) -> list[Line]:
+    """A heading, and the words with how many are left out before and after."""
+    if not of.words:
+        return [styled([(f"{run}: {count(total, 'token')}, none of them here", "head")])]
+    first, last = of.words[0].index, of.words[-1].index
+    heading = f"{run}: tokens {first} to {last} of {total:,}"
+    body: list[tuple[str, Style]] = [(marked(word), _STYLES.get(word.mark, "")) for word in of.words]
+    if of.before:
+        body.insert(0, (f"({of.before:,} before) … ", ""))
+    if of.after:
+        body.append((f" … ({of.after:,} more)", ""))
+    return [styled([(heading, "head")]), styled(body)]
+
+
+def _fill(text: str, width: int) -> list[str]:
+    return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
+
+
+def _title(text: str, colour: bool) -> str:
+    return printed(styled([(text, "head")]), colour=colour)
+
+
+def plain(blocks: Iterable[Block], *, width: int) -> str:
+    """Lines of prose are at most ``width`` (at least 40) characters, tables as wide as they need."""
+    width = max(40, width)
+    return "\n".join(line for block in blocks for line in _plain_lines(block, width)) + "\n"
+
+
+def _plain_lines(block: Block, width: int) -> Iterator[str]:
+    match block:
+        case Prose(text):
+            yield from textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
+        case Item(lead, text):
+            indent = " " * min(len(lead), 6)
+            yield from textwrap.wrap(
+                lead + text,
+                width,
+                subsequent_indent=indent,
+                break_long_words=False,
+                break_on_hyphens=False,
+                drop_whitespace=True,
+            )
+        case Table(headers, rows, level):
+            # Every cell is text already: tabulate must not read "1e3" or "007" as a number.
+            table = tabulate(
+                rows, headers=headers, tablefmt="simple", disable_numparse=True, colalign=_align(headers)
+            )
+            yield from ("  " * level + line.rstrip() for line in table.splitlines())
+        case Blank():
+            yield ""
+        case Code(text):
+            yield from textwrap.indent(text, "    ").splitlines()
+        case View(_, said):
+            yield from textwrap.wrap(said, width, break_long_words=False, break_on_hyphens=False)
+        case Texts():
+            yield from _plain_texts(block, width)
+
+
+def _plain_texts(texts: Texts, width: int) -> Iterator[str]:
+    for run, words in (("a", texts.a), ("b", texts.b)):
+        said = "".join(f"[{word.text}]" if word.mark == "flip" else word.text for word in words)
+        yield from textwrap.wrap(f"{run}: {said}", width, subsequent_indent="   ")
+
+
+def _align(headers: Sequence[str]) -> tuple[str, ...]:
+    left = {"text", "kind", "path in a", "path in b"}
+    return tuple(
+        "left" if header.removeprefix("a ").removeprefix("b ") in left else "right" for header in headers
+    )
+
+
+_GAP = 2
+_PADDING = 2
+"""What tabulate adds to every header."""
+_NARROWEST = 8
+
+
+def table_lines(table: Table, width: int) -> Iterator[str]:
+    """No line is longer than ``width`` (from 40 characters on)."""
+    indent = "  " * table.level
+    numeric = [is_numeric(table, n) for n in range(len(table.headers))]
+    limits = _limits(table, numeric, width - len(indent) - _GAP * (len(numeric) - 1))
+    if limits is None:
+        yield from _records(table, width)
+        return
+    # Cells are wrapped here and are text already: tabulate would read "1,001", "1e3" and "007" as numbers.
+    headers = [_wrap(header, limit - _PADDING) for header, limit in zip(table.headers, limits, strict=True)]
+    rows = [[_wrap(cell, limit) for cell, limit in zip(row, limits, strict=True)] for row in table.rows]
+    made = tabulate(
+        rows,
+        headers=headers,
+        tablefmt="simple",
+        disable_numparse=True,
+        colalign=["right" if one else "left" for one in numeric] if rows else None,
+    )
+    yield from (f"{indent}{line}".rstrip() for line in made.splitlines())
+
+
+def _wrap(cell: str, limit: int) -> str:
+    return cell if len(cell) <= limit else "\n".join(textwrap.wrap(cell, limit))
+
+
+def _word(header: str) -> int:
+    return _PADDING + max(map(len, header.split()), default=1)
+
+
+def _limits(table: Table, numeric: Sequence[bool], room: int) -> list[int] | None:
+    """The widths of the columns, or None where there is not room for all of them."""
+    limits = [
+        max(len(header) + _PADDING, *(len(row[n]) for row in table.rows), 1 + _PADDING)
+        for n, header in enumerate(table.headers)
+    ]
+    least = [
+        # Numbers are not wrapped, and their headers between words only.
+        max([_word(header) if number else _NARROWEST, *(len(row[n]) for row in table.rows if number)])
+        for n, (header, number) in enumerate(zip(table.headers, numeric, strict=True))
+    ]
+    least = [min(low, limit) for low, limit in zip(least, limits, strict=True)]
+    if sum(least) > room:
+        return None
+    while sum(limits) > room:
+        widest = max(range(len(limits)), key=lambda n: (limits[n] > least[n], limits[n]))
+        limits[widest] -= 1
+    return limits
+
+
+def _records(table: Table, width: int) -> Iterator[str]:
+    indent = "  " * table.level
+    for row in table.rows:
+        cells = ", ".join(f"{header} {cell}" for header, cell in zip(table.headers, row, strict=True))
+        yield from textwrap.wrap(
+            cells,
+            width,
+            initial_indent=f"{indent}- ",
+            subsequent_indent=f"{indent}  ",
+            break_on_hyphens=False,
+        )
+
+
+Style = Literal["", "head", "flip", "near", "after"]
+Line = list[tuple[str, Style]]
+"""Characters, each with its style."""
+_CODES: Final[dict[Style, str]] = {"head": "1", "flip": "1;31", "near": "33", "after": "2"}
+
+
+def styled(parts: Sequence[tuple[str, Style]]) -> Line:
+    """Pieces of text, character by character."""
+    return [(character, style) for text, style in parts for character in text]
+
+
+def cells(line: Sequence[tuple[str, Style]]) -> int:
+    """How many cells of a terminal these characters take."""
+    return sum(_cells(character) for character, _ in line)
+
+
+def _cells(character: str) -> int:
+    if unicodedata.combining(character):
+        return 0
+    return 2 if unicodedata.east_asian_width(character) in "WF" else 1
+
+
+def wrapped(line: Line, width: int) -> Iterator[Line]:
+    """Lines of at most ``width`` cells, broken at spaces where there are any; the space itself is kept."""
+    start = 0
+    while start < len(line):
+        used, end, space = 0, start, None
+        while end < len(line) and used + _cells(line[end][0]) <= width:
+            used += _cells(line[end][0])
+            end += 1
+            # What is marked is not torn apart.
+            if line[end - 1][0] == " " and line[end - 1][1] not in ("flip", "near"):
+                space = end
+        if end < len(line) and line[end] not in ((" ", ""), (" ", "after")) and space is not None:
+            end = space
+        end = max(end, start + 1)
+        yield line[start:end]
+        start = end
+
+
+def printed(line: Line, *, colour: bool, width: int = 0) -> str:
+    """The line as characters, with escape sequences where ``colour`` is asked for.
+
+    It is filled up to ``width`` cells, or without a width ends with its last character that is no space.
+    """
+    while not width and line and line[-1][0] == " ":
+        line = line[:-1]
+    out, now = [], ""
+    for character, style in line:
+        if colour and style != now:
+            out.append(_switch(style))
+            now = style
+        out.append(character)
+    if now:
+        out.append("\x1b[0m")
+    return "".join(out) + " " * (width - cells(line))
+
+
+def _switch(style: Style) -> str:
+    return f"\x1b[0;{_CODES[style]}m" if style else "\x1b[0m"
 
 
 def divergence_text(divergence: Divergence, *, width: int = 100) -> str:
     """The whole answer; lines of prose are at most ``width`` characters, tables as wide as they need."""
-    page = Page(width)
+    page = Page()
     page.prose(headline(divergence))
     for run, name in ((divergence.a, "a"), (divergence.b, "b")):
-        page.item(f"{name}: ", _run(run))
+        page.item(f"{name}: ", run_line(run))
     finding_lines(page, divergence)
     for request in divergence.requests:
         if request.rung is not None:
             how = tuple(
                 sampling(asked(run.scenario).get(request.id, {})) for run in (divergence.a, divergence.b)
             )
-            _request(page, request, how)
+            _request_lines(page, request, how)
     page.blank()
     compared_lines(page, divergence)
-    return page.text()
+    return plain(page.blocks, width=width)
 
 
-def finding_lines(page: Page, divergence: Divergence) -> None:
-    """Differences of the workload, and bookkeeping that contradicts the rows."""
-    for title, findings in (("workload", divergence.workload), ("bookkeeping", divergence.bookkeeping)):
-        if findings:
-            page.blank()
-            page.prose(f"{title}:")
-            for finding in findings:
-                page.item("  - ", _finding(finding))
-
-
-def compared_lines(page: Page, divergence: Divergence) -> None:
-    """What is equal, what was compared and what was not, events of the caches, and notes."""
-    alike = [request for request in divergence.requests if request.rung is None]
-    if alike:
-        names = ", ".join(named(request.id) for request in alike)
-        rows = sum(request.rows for request in alike)
-        page.item("equal in all that was compared: ", f"{names} ({count(rows, 'row')})")
-    for left_out in divergence.not_compared:
-        page.item(f"not compared: {named(left_out.id)}: ", passage(left_out.reason))
-    page.item("compared: ", _compared(divergence))
-    event_lines(page, divergence)
-    for note in divergence.notes:
-        page.item("note: ", passage(note))
-
-
-def headline(divergence: Divergence) -> str:
-    """The answer in one sentence."""
-    compared = divergence.compared
-    what = f"{count(compared.requests, 'request')}, {count(compared.rows, 'row')} and {count(compared.digests, 'digest')}"
-    if divergence.identical:
-        return f"The runs are identical: {what} compared, none differs."
-    if divergence.inconclusive:
-        return f"Inconclusive: {what} compared and none differs, but not everything could be compared."
-    flipped = [request for request in divergence.requests if request.flip is not None]
-    if flipped:
-        start = f"The runs part: {len(flipped)} of {count(compared.requests, 'request')} flip"
-    else:
-        start = "The runs part and no token flips"
-    first = next((r for r in divergence.requests if r.id == divergence.first), None)
-    if first is not None and first.origin is not None:
-        origin = first.origin
-        return (
-            f"{start}; the first difference is born at {named(origin.site)} ({named(origin.kind)}), position "
-            f"{origin.position} of {named(first.id)}: {paths_of(origin)}."
-        )
-    return f"{start}; the earliest rung that parts is {divergence.rung}, and no origin could be named."
-
-
-def paths_of(origin: Origin) -> str:
-    """An origin's kernel paths and rows in both runs, in a clause."""
-    a, b = (named(path or "unknown path") for path in (origin.path_a, origin.path_b))
-    rows_a, rows_b = (
-        count(n, "row") if n is not None else "unknown rows" for n in (origin.rows_a, origin.rows_b)
-    )
-    if a == b:
-        return f"{a} in both, on {rows_a} in a and {rows_b} in b"
-    return f"{a} on {rows_a} in a, {b} on {rows_b} in b"
-
-
-def _run(run: Run) -> str:
-    parts = [named(run.trace), *decisive(run.scenario)]
-    if "name" in run.model:
-        parts.append(f"model {named(str(run.model['name']))}")
-    parts.append(count(run.forwards, "forward"))
-    if not run.complete:
-        parts.append("INCOMPLETE")
-    return ", ".join(parts)
-
-
-def _finding(finding: Finding) -> str:
-    where = "in both runs" if finding.run == "both" else f"in run {finding.run}"
-    if finding.forward is not None:
-        where += f", forward {finding.forward}"
-    request = "" if finding.request is None else f"request {named(finding.request)}: "
-    return f"{request}{passage(finding.detail)} ({where})"
-
-
-def _request(page: Page, request: RequestDivergence, how: Sequence[str | None]) -> None:
+def _request_lines(page: Page, request: RequestDivergence, how: Sequence[str | None]) -> None:
     page.blank()
     if request.flip is None:
         end = (
@@ -145,174 +384,132 @@ def _request(page: Page, request: RequestDivergence, how: Sequence[str | None]) 
     margin_lines(page, request)
 
 
-def margin_lines(page: Page, request: RequestDivergence) -> None:
-    """The smallest margins of tokens that both runs chose."""
-    if request.margins:
-        margins = ", ".join(
-            f"{number(m.margin_a)} / {number(m.margin_b)} at token {m.index}" for m in request.margins
-        )
-        page.item("  smallest margins of equal tokens (a / b): ", margins)
+TITLES = (
+    "the flip",
+    "the flip's forward",
+    "the birth",
+    "the first cache entry and the carriers",
+    "the controls",
+    "against float64",
+    "the verdict",
+)
+"""What stands under each number, 1 to 7."""
+HOLD = "hold_path"
 
 
-def origin_count_lines(page: Page, request: RequestDivergence) -> None:
-    """How many origins there are, by kind, layer and pair of kernel paths."""
-    if not request.origins:
+def verdict_text(verdict: Verdict, *, width: int = 100) -> str:
+    """The whole answer; lines of prose are at most ``width`` characters, tables as wide as they need."""
+    page = Page()
+    divergence = verdict.divergence
+    page.prose(f"Verdict: {verdict.kind}. {'' if divergence is None else headline(divergence)}")
+    if divergence is not None:
+        _runs(page, divergence)
+        parted = [request for request in divergence.requests if request.rung is not None]
+        if parted:
+            _flips(page, verdict, divergence)
+            fragile_lines(page, verdict)
+            _forwards(page, parted)
+            _births(page, verdict, parted)
+            _caches(page, parted)
+    _numbered(page, 5)
+    control_lines(page, verdict)
+    if verdict.control("oracle") is not None:
+        _numbered(page, 6)
+        float64_lines(page, verdict)
+    _numbered(page, 7)
+    verdict_lines(page, verdict)
+    return plain(page.blocks, width=width)
+
+
+def _numbered(page: Page, number: int) -> None:
+    page.blank()
+    page.prose(f"{number}. {TITLES[number - 1]}")
+
+
+def _runs(page: Page, divergence: Divergence) -> None:
+    for run, found in (("a", divergence.a), ("b", divergence.b)):
+        page.item(f"{run}: ", f"{named(found.trace)}, {count(found.forwards, 'forward')}")
+
+
+def _flips(page: Page, verdict: Verdict, divergence: Divergence) -> None:
+    _numbered(page, 1)
+    for request in divergence.requests:
+        page.prose(f"request {named(request.id)}: {_end(request)}")
+        if request.flip is not None:
+            flip_lines(page, request, request.flip)
+            agreement_lines(page, request)
+            for each in verdict.evidence:
+                if each.fact == "proposals" and each.detail.get("request") == request.id:
+                    page.item("  draft: ", passage(each.said))
+            speculation_lines(page, request)
+
+
+def _end(request: RequestDivergence) -> str:
+    if request.flip is not None:
+        return f"flips at generated token {request.flip.index}"
+    generated = min(request.generated_a, request.generated_b)
+    bits = "every compared digest is equal" if request.rung is None else f"it parts in {request.rung}"
+    return f"no flip within its {count(generated, 'token')}; {bits}"
+
+
+def _forwards(page: Page, parted: list[RequestDivergence]) -> None:
+    flipped = [request for request in parted if request.flip_forward is not None]
+    if not flipped:
         return
-    page.item("  origins: ", count(sum(found.count for found in request.origins), "in all", "in all"))
-    page.table(
-        [
-            [
-                named(found.kind),
-                "-" if found.layer is None else str(found.layer),
-                named(found.path_a or "-"),
-                named(found.path_b or "-"),
-                f"{found.count:,}",
-            ]
-            for found in request.origins[:8]
-        ],
-        ["kind", "layer", "path in a", "path in b", "origins"],
-        "    ",
-    )
-    if len(request.origins) > 8:
-        page.item("    ", f"and {len(request.origins) - 8} more kinds, layers and path pairs")
+    _numbered(page, 2)
+    for request in flipped:
+        page.prose(f"request {named(request.id)}:")
+        flip_forward_lines(page, request)
 
 
-def cache_lines(page: Page, request: RequestDivergence) -> None:
-    """The first cache entry that differs, and the carriers."""
-    if request.cache_entry is not None:
-        entry = request.cache_entry
-        page.item(
-            "  first cache entry: ",
-            f"{layer(entry.layer)}, {entry.kind}, head {entry.head}, position {entry.position}; written in a by "
-            f"{composition(entry.composition_a)}, in b by {composition(entry.composition_b)}",
-        )
-        if entry.magnitude is not None:
-            page.item("    ", size(entry.magnitude))
-    if request.carriers is not None:
-        carriers = request.carriers
-        alive = "alive at the flip" if request.flip is not None else "alive at the end"
-        where = (
-            f", over positions {spans(carriers.positions)} and layers {spans(runs_of(carriers.layers))}"
-            if carriers.count
-            else ""
-        )
-        page.item(
-            "  carriers: ",
-            f"{carriers.count:,} of {count(carriers.entries, 'cache entry', 'cache entries')} {alive} (position "
-            f"{carriers.alive_at}) differ{where}",
-        )
+def _births(page: Page, verdict: Verdict, parted: list[RequestDivergence]) -> None:
+    _numbered(page, 3)
+    for request in parted:
+        page.prose(f"request {named(request.id)}:")
+        if request.origin is None:
+            page.item("  birth: ", "no origin could be named")
+        else:
+            origin_lines(page, request.origin)
+            chunk_lines(page, request)
+        total = sum(found.count for found in request.origins)
+        if total:
+            page.item("  origins: ", count(total, "in all", "in all"))
+    for each in verdict.evidence:
+        if each.fact in ("contradiction", "settings", "quantised", "not_finite"):
+            page.item("  - ", f"{passage(each.said)}{_where(each)}")
 
 
-def flip_lines(page: Page, request: RequestDivergence, flip: Flip) -> None:
-    """The flip: tokens, margins, top-k on both sides."""
-    if flip.kind == "length":
-        stopped = "a" if flip.a.token is None else "b"
-        what = f"run {stopped} stopped after {count(flip.index, 'token')}, the other went on"
-    else:
-        what = (
-            f"generated token {flip.index} is {flip.a.token} {shown(flip.a.text)} in a and {flip.b.token} "
-            f"{shown(flip.b.text)} in b"
-        )
-    swapped = {True: "top two swapped", False: "top two not simply swapped", None: ""}[request.swapped]
-    ranks = _outside(flip) or swapped
-    page.item("  flip: ", f"{what} (row at position {flip.position}){'; ' if ranks else ''}{ranks}")
-    page.item("    ", f"margin {number(flip.a.margin)} in a, {number(flip.b.margin)} in b")
-    rows = list(_top_rows(flip.a, flip.b))
-    if rows:
-        page.table(rows, ["rank", "a token", "a text", "a logit", "b token", "b text", "b logit"], "    ")
-    if flip.magnitude is not None:
-        page.item("    logits: ", size(flip.magnitude))
+def _where(evidence: Evidence) -> str:
+    run, forward = evidence.detail.get("run"), evidence.detail.get("forward")
+    if run is None:
+        return ""
+    where = "in both runs" if run == "both" else f"run {named(str(run))}"
+    return f" ({where}{'' if forward is None else f', forward {named(str(forward))}'})"
 
 
-def _outside(flip: Flip) -> str:
-    """Says which tokens are not among the recorded ones, or nothing."""
-    places = [
-        f"{run}'s token is outside its top {len(choice.top)}"
-        for run, choice in (("a", flip.a), ("b", flip.b))
-        if choice.token is not None and choice.logit is None and choice.top
-    ]
-    return ", ".join(places)
+def _caches(page: Page, parted: list[RequestDivergence]) -> None:
+    _numbered(page, 4)
+    for request in parted:
+        page.prose(f"request {named(request.id)}:")
+        if request.cache_entry is None and request.carriers is None:
+            page.item("  ", "no compared cache entry differs")
+        cache_lines(page, request)
 
 
-def flip_forward_lines(page: Page, request: RequestDivergence) -> None:
-    """Who was in the flip's own forward, on which paths, and what was born there."""
-    forward = request.flip_forward
-    if forward is None:
-        return
-    paths = {
-        True: "kernel paths equal on both sides",
-        False: "kernel paths differ",
-        None: "kernel paths not recorded on both sides",
-    }[forward.paths_equal]
-    page.item(
-        "  the flip's forward: ",
-        f"a: {composition(forward.composition_a)}; b: {composition(forward.composition_b)}; {paths} "
-        f"(a: {_uses(forward.paths_a)}; b: {_uses(forward.paths_b)}); {count(forward.origins, 'origin')} there"
-        + (": inherited" if request.inherited else "" if forward.differing else ", and no difference either"),
-    )
+def control_lines(page: Page, verdict: Verdict) -> None:
+    """Every control with its result, those that were not run with the reason, and the acceptance of drafts."""
+    ran = [control for control in verdict.controls if control.result != NOT_RUN]
+    # What was done by hand came to rest on this one, so it is read first.
+    for control in sorted(ran, key=lambda control: control.name != HOLD):
+        page.item(f"  {named(control.name)}: ", f"{named(control.result)}. {_control(control)}")
+    not_run_lines(page, verdict)
+    if not verdict.controls:
+        page.item("  ", "none was needed")
+    for each in verdict.evidence:
+        if each.fact == "acceptance":
+            page.item("  acceptance: ", passage(each.said))
 
 
-def _uses(paths: Sequence[Any]) -> str:
-    return ", ".join(f"{named(use.path)} at {count(use.sites, 'site')}" for use in paths) or "unknown"
-
-
-def _top_rows(a: Choice, b: Choice) -> Iterator[list[str]]:
-    for rank in range(max(len(a.top), len(b.top))):
-        row = [str(rank + 1)]
-        for choice in (a, b):
-            if rank < len(choice.top):
-                candidate = choice.top[rank]
-                row += [str(candidate.token), shown(candidate.text), number(candidate.logit)]
-            else:
-                row += ["-", "-", "-"]
-        yield row
-
-
-def origin_lines(page: Page, origin: Origin) -> None:
-    """The birth: site, forwards, kernel paths and the rules that chose them."""
-    page.item(
-        "  birth: ",
-        f"{named(origin.site)} ({named(origin.kind)}, {layer(origin.layer)}), position {origin.position}: {birth(origin)}",
-    )
-    for run, found, path, rule, rows, second_last in (
-        ("a", origin.composition_a, origin.path_a, origin.rule_a, origin.rows_a, origin.second_last_a),
-        ("b", origin.composition_b, origin.path_b, origin.rule_b, origin.rows_b, origin.second_last_b),
-    ):
-        seen = (
-            ""
-            if rows is None
-            else f", which saw {count(rows, 'row')} (second-to-last dimension {second_last})"
-        )
-        because = f"; rule: {passage(rule.removeprefix('rule: '))}" if rule else ""
-        page.item(f"    {run}: ", f"{composition(found)}; path {named(path or 'unknown')}{seen}{because}")
-    for change in origin.changes[:4]:
-        page.item(
-            "    changed entry: ",
-            f"in {change.run}, forward {change.forward}: {layer(change.layer)}, {change.kind}, head {change.head}, "
-            f"position {change.position}",
-        )
-    if origin.magnitude is not None:
-        page.item("    ", size(origin.magnitude))
-
-
-def _compared(divergence: Divergence) -> str:
-    c = divergence.compared
-    parts = [
-        f"{count(c.requests, 'request')}, {count(c.rows, 'row')}, {count(c.ports, 'port')}, {count(c.digests, 'digest')}; "
-        f"{c.differing:,} differ"
-    ]
-    for n, what in (
-        (c.only_a, "rows in a only"),
-        (c.only_b, "rows in b only"),
-        (c.superseded_a, "rows of a written again later"),
-        (c.superseded_b, "rows of b written again later"),
-        (c.after_flip_a, "rows of a after the flip"),
-        (c.after_flip_b, "rows of b after the flip"),
-        (c.token_differs, "rows fed different tokens"),
-        (c.one_sided, "digests in one run only"),
-        (c.ports_only_a, "ports in a only"),
-        (c.ports_only_b, "ports in b only"),
-    ):
-        if n:
-            parts.append(f"{n:,} {what}")
-    return "; ".join(parts)
+def _control(control: Control) -> str:
+    forwards = count(control.forwards, "forward")
+    return f"{passage(sentence_of(control.said))} ({forwards}, {control.seconds:.1f} s)"

@@ -6,8 +6,8 @@ from functools import cache
 from pathlib import Path
 
 from detdiff.compare.series import Series
-from detdiff.report.blocks import View
-from detdiff.report.content import Report, Section, build
+from detdiff.report.build import build
+from detdiff.report.document import Report, Section, View
 from detdiff.report.html import html
 from detdiff.report.saved import read_saved
 

@@ -9,7 +9,7 @@ import pytest
 from drawn_pages import drawing, report
 from series_samples import HOSTILE, hostile
 
-from detdiff.report.content import build
+from detdiff.report.build import build
 from detdiff.report.html import LARGEST, html
 from detdiff.report.index import Entry, index_html
 

@@ -16,7 +16,7 @@ from detdiff.compare import NotCompared
 from detdiff.explain import Control, Verdict
 from detdiff.explain.rules import decide
 from detdiff.report import from_json, verdict_json, verdict_text
-from detdiff.report.verdict_json import SCHEMA
+from detdiff.report.json import VERDICT as SCHEMA
 
 PAIR = {
     "kind": "linear", "path_a": "reference/x/mv", "path_b": None, "judged": 12, "worst_a": 0.0123456, "worst_b": None,

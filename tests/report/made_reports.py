@@ -15,7 +15,8 @@ from detdiff.compare import compare
 from detdiff.compare.series import series
 from detdiff.explain import Control, Evidence, Verdict
 from detdiff.explain.fragility import Fragility
-from detdiff.report.content import Report, build
+from detdiff.report.build import build
+from detdiff.report.document import Report
 
 
 def report_of(a: Plan, b: Plan, command: str = "", names: tuple[str, str] = ("a", "b")) -> Report:

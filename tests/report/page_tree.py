@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from html.parser import HTMLParser
 from typing import Any
 
-from detdiff.report.content import Report, Section
+from detdiff.report.document import Report, Section
 
 VOID = frozenset(("meta", "link", "br", "hr", "img", "input", "path", "rect"))
 

@@ -6,8 +6,7 @@ import re
 from dataclasses import dataclass
 from xml.etree import ElementTree
 
-from detdiff.report.plot_style import style
-from detdiff.report.plot_svg import text_width
+from detdiff.report.svg import style, text_width
 
 SVG = "{http://www.w3.org/2000/svg}"
 _WORDS_ONLY = {"dd-plot", "dd-map", "dd-timeline", "dd-margins", "dd-lens", "dd-t", "dd-prefill", "dd-verify"}

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from made_reports import explained, flips, long_text
 from page_tree import of, tree
 
-from detdiff.report.blocks import Code, Item, Prose, Table, Texts, View, Word
-from detdiff.report.content import Report, build
+from detdiff.report.build import build
+from detdiff.report.document import Code, Item, Prose, Report, Table, Texts, View, Word
 from detdiff.report.html import LARGEST, html, write_html
 from detdiff.report.saved import read_saved
 

@@ -13,8 +13,7 @@ import pytest
 from page_tree import Node, of, tree
 from series_samples import hostile, large, small
 
-from detdiff.report.blocks import Item, View
-from detdiff.report.content import Report
+from detdiff.report.document import Item, Report, View
 from detdiff.report.html import LARGEST, html
 from detdiff.report.html_data import payload
 

@@ -6,9 +6,8 @@ from dataclasses import replace
 
 from page_tree import Node, of, tree
 
-from detdiff.report.blocks import Texts, Word
-from detdiff.report.html import LARGEST, html
-from detdiff.report.html_texts import NEARBY, side_by_side
+from detdiff.report.document import Texts, Word
+from detdiff.report.html import LARGEST, NEARBY, html, side_by_side
 
 
 def texts(count: int, flip: int | None, text: str = "w{}") -> Texts:

@@ -14,9 +14,9 @@ from synthetic_traces import Fault, Plan, serial, together, write_trace
 
 from detdiff.compare import compare
 from detdiff.compare.series import series
-from detdiff.report.blocks import View
-from detdiff.report.content import Report, Section, build
-from detdiff.report.plot import plots
+from detdiff.report.build import build
+from detdiff.report.document import Report, Section, View
+from detdiff.report.views import plots
 
 
 @pytest.fixture(scope="module")

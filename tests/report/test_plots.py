@@ -15,13 +15,12 @@ from svg_reader import DIFFERS, Picture, check
 
 from detdiff.compare.grids import Grid
 from detdiff.compare.series import Series
-from detdiff.report import plot_map
-from detdiff.report.blocks import View
-from detdiff.report.plot import plot
-from detdiff.report.plot_bins import Bins, binned, rectangles, scale_of, stretches
-from detdiff.report.plot_lens import turn
-from detdiff.report.plot_map import Frame, grid_svg, map_svg
-from detdiff.report.plot_style import DARK, LIGHT, style
+from detdiff.report.document import View
+from detdiff.report.svg import DARK, LIGHT, style
+from detdiff.report.views import map as plot_map
+from detdiff.report.views import plot
+from detdiff.report.views.lens import turn
+from detdiff.report.views.map import Bins, Frame, binned, grid_svg, map_svg, rectangles, scale_of, stretches
 
 VIEWS = ("map", "timeline", "margins", "lens")
 SAMPLES = {"small": small, "large": large, "hostile": hostile}

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 from test_report_markdown import Read
 
-from detdiff.report.content import Report, build
+from detdiff.report.build import build
+from detdiff.report.document import Report
 from detdiff.report.saved import read_saved
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -7,9 +7,8 @@ from dataclasses import replace
 from made_reports import flips
 
 from detdiff.explain.verdict import Verdict
-from detdiff.report.blocks import Prose
-from detdiff.report.content import build
-from detdiff.report.summary import sentence
+from detdiff.report.build import build, sentence
+from detdiff.report.document import Prose
 
 
 def test_runs_that_part_in_their_books_alone_are_not_said_to_differ_in_bits() -> None:

@@ -20,11 +20,12 @@ from test_report_markdown import ELEMENTS, rendered
 from detdiff.explain import Control, Evidence
 from detdiff.explain.fragility import Fragility
 from detdiff.report import divergence_text, verdict_text
-from detdiff.report.content import Report, build
+from detdiff.report.build import build
+from detdiff.report.document import Report
+from detdiff.report.json import report_json, report_json_text
 from detdiff.report.markdown import markdown
-from detdiff.report.report_json import report_json, report_json_text
 from detdiff.report.saved import saved
-from detdiff.report.terminal import report_text
+from detdiff.report.text import report_text
 from detdiff.report.words import named
 
 MILLION = 1_000_000
@@ -256,7 +257,7 @@ def test_the_html_page_has_no_element_of_theirs() -> None:
 
 
 def test_the_pictures_are_documents_without_scripts() -> None:
-    plots = pytest.importorskip("detdiff.report.plot").plots
+    plots = pytest.importorskip("detdiff.report.views").plots
     made = plots(hostile())
     assert len(made) > 3
     for name, svg in made.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from made_reports import flips
 from page_tree import tree
 
-from detdiff.report.content import build
+from detdiff.report.build import build
 from detdiff.report.index import Entry, index_html, index_text
 
 ENTRIES = (

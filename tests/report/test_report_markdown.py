@@ -13,11 +13,9 @@ from hypothesis import strategies as st
 from made_reports import explained, flips, long_text
 from markdown_it import MarkdownIt
 
-from detdiff.report.blocks import Block, Code, Item, Prose, Table, Texts, Word
-from detdiff.report.content import Report, Section
-from detdiff.report.markdown import LONGEST, markdown
-from detdiff.report.markdown_text import cell, fenced, in_html, inline, sentence
-from detdiff.report.terminal import report_text
+from detdiff.report.document import Block, Code, Item, Prose, Report, Section, Table, Texts, Word
+from detdiff.report.markdown import LONGEST, cell, fenced, in_html, inline, markdown, sentence
+from detdiff.report.text import report_text
 
 BREAK = "\u200b"
 ELEMENTS = set(

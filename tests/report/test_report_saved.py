@@ -22,12 +22,12 @@ from detdiff.compare.points import LensPoint
 from detdiff.errors import AnswerError
 from detdiff.explain import Control, Evidence
 from detdiff.report import to_json, verdict_json
-from detdiff.report.content import Report, build
-from detdiff.report.report_json import SCHEMA, report_json, report_json_text
-from detdiff.report.saved import Saved, read_saved, saved
-from detdiff.report.series_json import series_from_json, series_json
-from detdiff.report.terminal import report_text
-from detdiff.report.verdict_json import verdict_from_json
+from detdiff.report.build import build
+from detdiff.report.document import Report
+from detdiff.report.json import REPORT as SCHEMA
+from detdiff.report.json import report_json, report_json_text, series_json
+from detdiff.report.saved import Saved, read_saved, saved, series_from_json, verdict_from_json
+from detdiff.report.text import report_text
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "json-schema.md"
 SECTION = "\n# The JSON form of a report\n"

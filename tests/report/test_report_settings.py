@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from made_reports import flips
 
-from detdiff.report.blocks import Table
-from detdiff.report.content import build
-from detdiff.report.settings import of_requests
+from detdiff.report.build import build
+from detdiff.report.document import Table
+from detdiff.report.words import of_requests
 
 _ONE = {"id": "one", "prompt": "x", "max_tokens": 8, "arrival": 0, "ignore_stop": True}
 _TWO = {"id": "two", "prompt": "y", "max_tokens": 8, "arrival": 5, "ignore_stop": False, "temperature": 0.8}

@@ -12,13 +12,9 @@ from hypothesis import strategies as st
 from made_reports import explained, flips, long_text
 
 from detdiff.compare.points import LensPoint
-from detdiff.report.blocks import Table, Texts, View, Word
-from detdiff.report.columns import is_numeric, table_lines
-from detdiff.report.content import Report
-from detdiff.report.excerpt import excerpts
-from detdiff.report.styled import cells, printed, styled, wrapped
-from detdiff.report.terminal import report_text
-from detdiff.report.view_words import view_blocks
+from detdiff.report.document import Report, Table, Texts, View, Word, excerpts, is_numeric
+from detdiff.report.text import cells, printed, report_text, styled, table_lines, wrapped
+from detdiff.report.views import view_blocks
 
 WIDTHS = (40, 60, 80, 99, 100, 160)
 ESCAPES = re.compile(r"\x1b\[[0-9;]*m")

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from math import isfinite
 from typing import TYPE_CHECKING, Final, Literal
 
-from .plot_scale import Linear, said
-from .plot_svg import AREA, Canvas, Symbol, fitted, name, number, text_width, triangle
-from .words import shown
+from ..document import Block, Item, Table
+from ..svg import (
+    AREA,
+    Canvas,
+    Linear,
+    Symbol,
+    axis_label,
+    coordinate,
+    fitted,
+    shortened,
+    text_width,
+    triangle,
+)
+from ..words import named, shown
 
 if TYPE_CHECKING:
     from detdiff.compare.points import LensPoint
     from detdiff.compare.series import RequestSeries
 
 _HEIGHT: Final = 220
-
 Run = Literal["a", "b"]
 Points = list[tuple[int, float]]
 
@@ -30,7 +40,7 @@ def lens_svg(request: RequestSeries, *, columns: int = 240, standalone: bool = F
     values = [value for points in runs.values() for _, value in points]
     reach = max((abs(value) for value in values), default=1.0) * 1.08 or 1.0
     canvas, top = Canvas(), 4.0
-    title = f"The two contested tokens of {name(request.id)}, layer by layer"
+    title = f"The two contested tokens of {shortened(request.id)}, layer by layer"
     if standalone:
         canvas.text(8, top + 16, fitted(title, width - 16, 15), "dd-t dd-h")
         top += 26
@@ -42,7 +52,7 @@ def lens_svg(request: RequestSeries, *, columns: int = 240, standalone: bool = F
     x = Linear(0, layers - 1, left + 12, right - 4)
     for tick in value.ticks(6):
         canvas.line(left, value(tick), right, value(tick), "dd-grid")
-        canvas.text(left - 6, value(tick) + 4, said(tick), "dd-t2", "end")
+        canvas.text(left - 6, value(tick) + 4, axis_label(tick), "dd-t2", "end")
     canvas.line(left, value(0), right, value(0), "dd-zero")
     for run, points in runs.items():
         _line(canvas, run, [(x(layer), value(y)) for layer, y in points])
@@ -93,19 +103,19 @@ def _cut(words: str, width: float) -> str:
 
 
 def _line(canvas: Canvas, run: Run, points: list[tuple[float, float]]) -> None:
-    data = " ".join(f"{number(x)} {number(y)}" for x, y in points)
+    data = " ".join(f"{coordinate(x)} {coordinate(y)}" for x, y in points)
     canvas.path(f"M{data}" if data else "", f"dd-{run}")
     near = len(points) > 1 and points[1][0] - points[0][0] < 14
-    canvas.path("".join(_point(run, x, y, 2.5 if near else 4) for x, y in points), f"dd-{run}-mark")
+    canvas.path("".join(_mark_at(run, x, y, 2.5 if near else 4) for x, y in points), f"dd-{run}-mark")
 
 
-def _point(run: Run, x: float, y: float, r: float) -> str:
+def _mark_at(run: Run, x: float, y: float, r: float) -> str:
     """A disc for run a, a square for run b."""
     if run == "a":
-        arc, wide = f"a{number(r)} {number(r)} 0 1 0 ", number(2 * r)
-        return f"M{number(x - r)} {number(y)}{arc}{wide} 0{arc}-{wide} 0z"
-    side = number(1.8 * r)
-    return f"M{number(x - 0.9 * r)} {number(y - 0.9 * r)}h{side}v{side}h-{side}z"
+        arc, wide = f"a{coordinate(r)} {coordinate(r)} 0 1 0 ", coordinate(2 * r)
+        return f"M{coordinate(x - r)} {coordinate(y)}{arc}{wide} 0{arc}-{wide} 0z"
+    side = coordinate(1.8 * r)
+    return f"M{coordinate(x - 0.9 * r)} {coordinate(y - 0.9 * r)}h{side}v{side}h-{side}z"
 
 
 def _ends(canvas: Canvas, ends: dict[Run, tuple[int, float]], x: Linear, value: Linear, right: float) -> None:
@@ -141,7 +151,7 @@ def _legend() -> list[tuple[Sequence[Symbol], str]]:
     def line(run: Run) -> Symbol:
         def draw(canvas: Canvas, x: float, y: float) -> None:
             canvas.line(x - 7, y, x + 8, y, f"dd-{run}")
-            canvas.path(_point(run, x, y, 4), f"dd-{run}-mark")
+            canvas.path(_mark_at(run, x, y, 4), f"dd-{run}-mark")
 
         return draw
 
@@ -167,3 +177,62 @@ def _said(request: RequestSeries, runs: dict[Run, Points]) -> str:
         since = "not even in the end" if layer is None else f"from layer {layer} on"
         parts.append(f"run {run} ends at {points[-1][1]:.6g} and prefers its own token {since}")
     return "; ".join(parts) + "."
+
+
+def lens_table(request: RequestSeries, most: int) -> Table:
+    # The last layers are where it is decided.
+    rows = tuple((str(point.layer), _signed(point.a), _signed(point.b)) for point in request.lens[-most:])
+    caption = "Logit of a's token minus logit of b's, at the flip"
+    if len(request.lens) > most:
+        caption += f"; the last {most} of {len(request.lens):,} layers"
+    return Table(("after layer", "in a", "in b"), rows, caption=caption)
+
+
+def _signed(x: float | None) -> str:
+    return "-" if x is None else f"{x:+.6f}"
+
+
+_LAYERS = 12
+_AROUND = 2
+
+
+def lens_blocks(request: RequestSeries) -> Iterator[Block]:
+    points = request.lens
+    if not points:
+        return
+    turns = {"a": _turn([point.a for point in points]), "b": _turn([point.b for point in points])}
+    yield Item(
+        "  the two tokens by layer: ",
+        f"{named(request.id)}, logit of a's token minus logit of b's at the flip, in both runs",
+    )
+    rows = [_point(point, n, turns) for n, point in enumerate(points)]
+    kept = _kept(len(points), turns.values())
+    yield Table(("layer", "in a", "in b", ""), tuple(rows[n] for n in kept), 2)
+    if len(kept) < len(points):
+        yield Item("    ", f"and {len(points) - len(kept)} more layers")
+
+
+def _point(point: LensPoint, n: int, turns: dict[str, int | None]) -> tuple[str, ...]:
+    turned = [run for run, at in turns.items() if at == n]
+    return (
+        f"{point.layer}",
+        *("-" if x is None else f"{x:+.6f}" for x in (point.a, point.b)),
+        f"the preference turns in {' and '.join(turned)}" if turned else "",
+    )
+
+
+def _turn(values: Sequence[float | None]) -> int | None:
+    """Where the last value's preference began, if there was another one before. A tie is no preference."""
+    known = [(n, x > 0) for n, x in enumerate(values) if x]
+    for (_, before), (n, after) in zip(reversed(known[:-1]), reversed(known[1:]), strict=True):
+        if before != after:
+            return n
+    return None
+
+
+def _kept(layers: int, turns: Iterable[int | None]) -> list[int]:
+    """All of few layers; of many the first, the last and those around a turn."""
+    if layers <= _LAYERS:
+        return list(range(layers))
+    near = {n for turn in turns if turn is not None for n in range(turn - _AROUND, turn + _AROUND + 1)}
+    return sorted(n for n in near | {0, layers - 1} if 0 <= n < layers)

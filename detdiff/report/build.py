@@ -1,4 +1,4 @@
-"""What a report says, once: a headline, and sections of blocks in the order in which they are read.
+"""The one place that makes a document of a comparison or a verdict: a headline, what to do, and its sections.
 
 Every format is a pure function of it.
 """
@@ -6,69 +6,39 @@ Every format is a pure function of it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
-from detdiff.compare.divergence import Divergence, RequestDivergence
+from detdiff.compare.divergence import Divergence, Flip, RequestDivergence
 from detdiff.explain.control import NOT_RUN
 from detdiff.explain.verdict import Verdict
 
-from .blocks import Block, Code, View
-from .lifecycle import agreement_lines, chunk_lines
-from .page import Page
-from .settings import of_requests, rules
-from .side_by_side import side_by_side
-from .speculation import speculation_lines
-from .summary import advice, sentence
-from .text import (
+from .document import Code, Mark, Page, Report, Section, Texts, View, Word
+from .findings import (
+    agreement_lines,
     cache_lines,
+    chunk_lines,
     compared_lines,
     finding_lines,
     flip_forward_lines,
     flip_lines,
+    float64_lines,
+    fragile_lines,
+    headline,
     margin_lines,
+    not_run_lines,
     origin_count_lines,
     origin_lines,
+    sentence_of,
+    speculation_lines,
+    verdict_lines,
 )
-from .verdict_text import float64_lines, fragile_lines, not_run_lines, sentence_of, verdict_lines
-from .words import SENTENCE, count, escaped, named, passage
+from .words import LONGEST, SENTENCE, count, escaped, named, of_requests, passage, rules, short_path, shown
 
 if TYPE_CHECKING:
-    from detdiff.compare.series import Series
+    from detdiff.compare.points import TokenPoint
+    from detdiff.compare.series import RequestSeries, Series
 
-_LONGEST = 400
-
-
-@dataclass(frozen=True)
-class Section:
-    """``id`` names it in links; ``folded`` says that a reader in a hurry does without it."""
-
-    id: str
-    title: str
-    blocks: tuple[Block, ...]
-    folded: bool = False
-
-
-@dataclass(frozen=True, eq=False)
-class Report:
-    """``kind`` is a verdict's, or ``identical``, ``different`` or ``inconclusive`` where no verdict was asked for.
-
-    ``headline`` is one sentence, ``advice`` what to do, empty where there is nothing. ``series`` is None where the traces
-    were not at hand. ``command`` runs both sides again.
-    """
-
-    kind: str
-    headline: str
-    advice: str
-    sections: tuple[Section, ...]
-    divergence: Divergence | None
-    verdict: Verdict | None
-    series: Series | None
-    command: str
-
-    def section(self, id: str) -> Section | None:
-        """The section of that name, or None where there was nothing to say."""
-        return next((section for section in self.sections if section.id == id), None)
+_LONGEST_SETTING = 400
 
 
 def build(
@@ -85,9 +55,9 @@ def build(
         divergence = verdict.divergence
     made = [
         *([] if divergence is None else _differences(divergence, series)),
-        *([] if verdict is None else _verdict(verdict)),
-        *([] if divergence is None else _pictures(divergence, verdict, series)),
-        *([] if divergence is None else _settings(divergence)),
+        *([] if verdict is None else _verdict_sections(verdict)),
+        *([] if divergence is None else _picture_sections(divergence, verdict, series)),
+        *([] if divergence is None else _setting_sections(divergence)),
         *([_reproduce(command)] if command else []),
     ]
     return Report(
@@ -122,14 +92,14 @@ def _differences(divergence: Divergence, series: Series | None) -> list[Section]
             flip.prose(f"{name}: parts in {request.rung}; no flip within its {tokens}")
         else:
             flip.prose(f"{name}: parts in {request.rung} and flips at generated token {request.flip.index}")
-        flip.add(*side_by_side(series, request))
+        flip.add(*_side_by_side(series, request))
         if request.flip is not None:
             flip_lines(flip, request, request.flip)
             flip_forward_lines(flip, request)
         agreement_lines(flip, request)
         speculation_lines(flip, request)
         birth.prose(f"{name}:")
-        _birth(birth, request, series)
+        _born_section(birth, request, series)
         if request.cache_entry is not None or request.carriers is not None:
             carried.prose(f"{name}:")
             cache_lines(carried, request)
@@ -141,7 +111,7 @@ def _differences(divergence: Divergence, series: Series | None) -> list[Section]
     ]
 
 
-def _birth(page: Page, request: RequestDivergence, series: Series | None) -> None:
+def _born_section(page: Page, request: RequestDivergence, series: Series | None) -> None:
     if request.origin is None:
         page.item("  birth: ", "no origin could be named")
     else:
@@ -153,13 +123,13 @@ def _birth(page: Page, request: RequestDivergence, series: Series | None) -> Non
         page.add(View("map", said, request.id))
 
 
-def _verdict(verdict: Verdict) -> list[Section]:
+def _verdict_sections(verdict: Verdict) -> list[Section]:
     controls, float64, end = Page(), Page(), Page()
     rows = [
         (
             named(control.name),
             named(control.result),
-            named(sentence_of(control.said), _LONGEST),
+            named(sentence_of(control.said), _LONGEST_SETTING),
             f"{control.forwards:,}",
             f"{control.seconds:.1f}",
         )
@@ -185,7 +155,9 @@ def _verdict(verdict: Verdict) -> list[Section]:
     ]
 
 
-def _pictures(divergence: Divergence, verdict: Verdict | None, series: Series | None) -> list[Section]:
+def _picture_sections(
+    divergence: Divergence, verdict: Verdict | None, series: Series | None
+) -> list[Section]:
     margins, lens, timeline, compared = Page(), Page(), Page(), Page()
     if series is None:
         for request in divergence.requests:
@@ -212,7 +184,7 @@ def _pictures(divergence: Divergence, verdict: Verdict | None, series: Series | 
     ]
 
 
-def _settings(divergence: Divergence) -> list[Section]:
+def _setting_sections(divergence: Divergence) -> list[Section]:
     environment, scenario = Page(), Page()
     for page, blocks in (
         (environment, (divergence.a.environment, divergence.b.environment)),
@@ -241,7 +213,7 @@ def _value(run: Mapping[str, Any], key: str) -> str:
     if key not in run:
         return "-"
     value = run[key]
-    return named(str(value).lower() if isinstance(value, bool) else str(value), _LONGEST)
+    return named(str(value).lower() if isinstance(value, bool) else str(value), _LONGEST_SETTING)
 
 
 def _reproduce(command: str) -> Section:
@@ -249,3 +221,126 @@ def _reproduce(command: str) -> Section:
         command = f"# too long to be shown: {len(command):,} characters, which the JSON report has"
     # Quotes and backslashes are the shell's, and stay.
     return Section("reproduce", "Run it again", (Code(escaped(command, ""), "sh"),))
+
+
+_KINDS: Final = {
+    "numerics": "Rounding",
+    "bug": "A bug",
+    "policy": "A difference of policy",
+    "race": "Runs that do not repeat",
+    "undetermined": "Cause undetermined",
+}
+
+
+def sentence(divergence: Divergence | None, verdict: Verdict | None) -> str:
+    """One sentence; the verdict's kind leads where there is one."""
+    if divergence is None:
+        return "Inconclusive: nothing of the two runs could be compared."
+    if divergence.identical or divergence.inconclusive:
+        return headline(divergence)
+    first = next((r for r in divergence.requests if r.id == divergence.first), None)
+    kind = "The runs part" if verdict is None else _KINDS.get(verdict.kind, verdict.kind)
+    return f"{kind}: {_parted(divergence)}{_first_origin(divergence, first)}{_enough(verdict)}."
+
+
+def _enough(verdict: Verdict | None) -> str:
+    """The smallest set of path changes that still gives a flip; the first origin need not be in it."""
+    relax = None if verdict is None else verdict.control("relax")
+    if relax is None or relax.result != "smallest":
+        return ""
+    found, of = relax.detail.get("smallest"), relax.detail.get("effective")
+    target = str(relax.detail.get("target", ""))
+    if (
+        not target.startswith("the flip")
+        or not isinstance(found, list | tuple)
+        or not found
+        or not isinstance(found[0], Mapping)
+    ):
+        return ""
+    site, forward = found[0].get("site"), found[0].get("forward")
+    enough = "is enough" if len(found) == 1 else "are enough"
+    first = "at" if len(found) == 1 else "first at"
+    return f"; of {of} path changes {len(found)} {enough} for {named(target)}, {first} {named(str(site))} in forward {forward}"
+
+
+def _parted(divergence: Divergence) -> str:
+    flipped = [request for request in divergence.requests if request.flip is not None]
+    if not flipped:
+        bits = "bits differ" if divergence.compared.differing else "no compared bit differs"
+        return f"{bits} and no token flips"
+    first = flipped[0]
+    assert first.flip is not None
+    more = f", and {count(len(flipped) - 1, 'more request')} flip" if len(flipped) == 2 else ""
+    if len(flipped) > 2:
+        more = f", and {len(flipped) - 1} more requests flip"
+    return f"{named(first.id)} {_flips(first.flip)}{more}"
+
+
+def _flips(flip: Flip) -> str:
+    if flip.kind == "length":
+        return f"ends at another length (token {flip.index})"
+    return f"flips at token {flip.index} from {shown(flip.a.text)} to {shown(flip.b.text)}"
+
+
+def _first_origin(divergence: Divergence, first: RequestDivergence | None) -> str:
+    if first is None or first.origin is None:
+        return f"; the earliest rung that parts is {divergence.rung}, and no origin could be named"
+    origin = first.origin
+    where = f"; born at {named(origin.site)}, position {origin.position} of {named(first.id)}"
+    if origin.path_a == origin.path_b:
+        return where
+    a, b = short_path(origin.path_a), short_path(origin.path_b)
+    rows = [count(n, "row") if n is not None else "unknown rows" for n in (origin.rows_a, origin.rows_b)]
+    return f"{where}, where {rows[0]} took {a} and {rows[1]} took {b}"
+
+
+def advice(divergence: Divergence | None, verdict: Verdict | None) -> str:
+    """What to do about it; empty where there is nothing to do."""
+    if verdict is not None and verdict.advice:
+        return passage(verdict.advice)
+    if verdict is not None and verdict.missing:
+        return passage(f"Find out what is missing: {'; '.join(verdict.missing)}.")
+    if divergence is None:
+        return "Record two runs of the same model that share a request."
+    if divergence.inconclusive:
+        return "See under `What was compared` what was left out, and record it in both runs."
+    if divergence.identical or verdict is not None:
+        return ""
+    return (
+        "`detdiff explain` on the same two sides says which kind of difference it is and what takes it away."
+    )
+
+
+def _side_by_side(series: Series | None, request: RequestDivergence) -> list[Texts]:
+    """Nothing where the generated tokens are not at hand."""
+    found = None if series is None else next((r for r in series.requests if r.id == request.id), None)
+    if found is None or not (found.tokens_a or found.tokens_b):
+        return []
+    moved = _moved(found)
+    a, b = (_token_words(tokens, found.flip_index, moved) for tokens in (found.tokens_a, found.tokens_b))
+    return [Texts(named(request.id), a, b)]
+
+
+def _moved(found: RequestSeries) -> float | None:
+    """The most that a margin moved between the two runs: a margin below it can be reversed by what was measured."""
+    return max((abs(token.delta) for token in found.tokens_a if token.delta is not None), default=None)
+
+
+def _token_words(tokens: Sequence[TokenPoint], flip: int | None, moved: float | None) -> tuple[Word, ...]:
+    return tuple(
+        Word(token.index, token.token, _token_text(token.text), token.margin, _token_mark(token, flip, moved))
+        for token in tokens
+    )
+
+
+def _token_mark(token: TokenPoint, flip: int | None, moved: float | None) -> Mark:
+    if flip is not None and token.index >= flip:
+        return "flip" if token.index == flip else "after"
+    # A movement of nothing makes no token fragile, not even a tie.
+    near = moved and token.margin is not None and token.margin <= moved
+    return "near" if near else ""
+
+
+def _token_text(text: str) -> str:
+    # It stands in no quotes, so that those in it need no escape.
+    return escaped(text if len(text) <= LONGEST else f"{text[:LONGEST]}…", "\\")

@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from typing import TYPE_CHECKING, Final
 
-from .plot_scale import Linear, Log, log_range, said
-from .plot_svg import AREA, Canvas, Symbol, cross, fitted, mark, name, number, stroke, text_width, triangle
-from .words import count, spans
+from ..document import Block, Item, Table
+from ..svg import (
+    AREA,
+    Canvas,
+    Linear,
+    Log,
+    Symbol,
+    axis_label,
+    coordinate,
+    cross,
+    fitted,
+    log_range,
+    mark,
+    shortened,
+    stroke,
+    text_width,
+    triangle,
+)
+from ..words import count, named, number, shown, spans
 
 if TYPE_CHECKING:
     from detdiff.compare.points import TokenPoint
@@ -28,7 +44,7 @@ def margins_svg(request: RequestSeries, *, columns: int = 240, standalone: bool 
     data = _Data.of(request, columns)
     plan = _Plan.of(data, columns)
     canvas, top = Canvas(), 4.0
-    title = f"Margins of {name(request.id)}"
+    title = f"Margins of {shortened(request.id)}"
     if standalone:
         canvas.text(8, top + 16, fitted(title, plan.width - 16, 15), "dd-t dd-h")
         top += 28
@@ -123,7 +139,7 @@ def _ground(canvas: Canvas, plan: _Plan, data: _Data, scale: Log) -> None:
     """Axes, and the line of the largest movement."""
     for tick in scale.ticks(8):
         canvas.line(plan.left, scale(tick), plan.right, scale(tick), "dd-grid")
-        canvas.text(plan.left - 6, scale(tick) + 4, said(tick), "dd-t2", "end")
+        canvas.text(plan.left - 6, scale(tick) + 4, axis_label(tick), "dd-t2", "end")
     canvas.line(plan.left, scale.floor, plan.right, scale.floor, "dd-axis")
     canvas.text(plan.left - 6, scale.floor + 4, "0", "dd-t2", "end")
     tokens = Linear(0, max(0, plan.tokens - 1), plan.x(0), plan.x(max(0, plan.tokens - 1)))
@@ -141,14 +157,14 @@ def _marks(canvas: Canvas, plan: _Plan, data: _Data, scale: Log) -> None:
         x = plan.x(place.index)
         if place.low is not None and place.high is not None:
             low, high = scale(place.low), scale(place.high)
-            reach += f"M{number(x - 2)} {number(high)}h4" if data.per > 1 and low - high > 3 else ""
-            points += f"M{number(x)} {number(low)}h.01"
+            reach += f"M{coordinate(x - 2)} {coordinate(high)}h4" if data.per > 1 and low - high > 3 else ""
+            points += f"M{coordinate(x)} {coordinate(low)}h.01"
         if place.moved is not None:
             moves += cross(x, scale(place.moved), 2.5 if data.per > 1 else 3.5)
     for token in data.tokens:
         if token.margin is not None and data.fragile(token):
             x, y = plan.x(token.index), scale(token.margin)
-            near += f"M{number(x - 5)} {number(y - 5)}h10v10h-10z"
+            near += f"M{coordinate(x - 5)} {coordinate(y - 5)}h10v10h-10z"
     canvas.path(reach, "dd-reach")
     canvas.path(moves, "dd-delta")
     # Below its point, so that the margin is read at its middle.
@@ -158,7 +174,7 @@ def _marks(canvas: Canvas, plan: _Plan, data: _Data, scale: Log) -> None:
 
 def _legend(data: _Data) -> list[tuple[Sequence[Symbol], str]]:
     def point(canvas: Canvas, x: float, y: float) -> None:
-        canvas.path(f"M{number(x)} {number(y)}h.01", "dd-margin")
+        canvas.path(f"M{coordinate(x)} {coordinate(y)}h.01", "dd-margin")
 
     def near(canvas: Canvas, x: float, y: float) -> None:
         canvas.rect(x - 5, y - 5, 10, 10, "dd-near")
@@ -167,7 +183,9 @@ def _legend(data: _Data) -> list[tuple[Sequence[Symbol], str]]:
     least = "the smallest margin of a place, in run a" if data.per > 1 else "margin in run a"
     items: list[tuple[Sequence[Symbol], str]] = [((point,), least)]
     if data.per > 1:
-        items.append(((mark(lambda x, y: f"M{number(x - 2)} {number(y)}h4", "dd-reach"),), "the largest one"))
+        items.append(
+            ((mark(lambda x, y: f"M{coordinate(x - 2)} {coordinate(y)}h4", "dd-reach"),), "the largest one")
+        )
     if data.moved is not None:
         moved = mark(lambda x, y: cross(x, y, 3.5), "dd-delta")
         items.append(((moved,), "by how much the other run moved it"))
@@ -198,3 +216,49 @@ def _said(request: RequestSeries, data: _Data) -> str:
     else:
         parts.append(f"the flip is token {request.flip_index:,}")
     return "; ".join(parts) + "."
+
+
+def margins_table(request: RequestSeries, most: int) -> Table:
+    tokens = [token for token in request.tokens_a if token.margin is not None]
+    smallest = sorted(tokens, key=lambda token: (token.margin or 0, token.index))[:most]
+    caption = f"{count(len(tokens), 'token')}, the smallest margins first"
+    if len(tokens) > most:
+        caption += f": {most} of them"
+    rows = tuple(
+        (
+            str(token.index),
+            shown(token.text),
+            number(token.margin),
+            "-" if token.delta is None else f"{token.delta:+.6f}",
+        )
+        for token in smallest
+    )
+    return Table(("token", "text", "margin in a", "moved in b by"), rows, caption=caption)
+
+
+_NEAREST = 8
+
+
+def margin_blocks(request: RequestSeries) -> Iterator[Block]:
+    known = [token for token in request.tokens_a if token.margin is not None]
+    if request.flip_index is not None:
+        known = [token for token in known if token.index <= request.flip_index]
+    nearest = sorted(known, key=lambda token: (token.margin, token.index))[:_NEAREST]
+    if nearest:
+        yield Item("  nearest tokens: ", f"{named(request.id)}, run a, the smallest margins first")
+        yield Table(
+            ("token", "text", "margin", "moved by", ""),
+            tuple(_margin(token, request.flip_index) for token in nearest),
+            2,
+        )
+
+
+def _margin(token: TokenPoint, flip: int | None) -> tuple[str, ...]:
+    moved = "-" if token.delta is None else f"{token.delta:+.6f}"
+    return (
+        f"{token.index}",
+        shown(token.text),
+        number(token.margin),
+        moved,
+        "the flip" if token.index == flip else "",
+    )

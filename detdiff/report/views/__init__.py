@@ -1,23 +1,4 @@
-"""The pictures of a report as SVG: one function for a view, one for all of them as files.
-
-In a page the pictures take their colours from ``plot_style.style()``. Everything is below the class ``dd-plot`` and
-one of ``dd-map``, ``dd-timeline``, ``dd-margins`` and ``dd-lens``. Custom properties of ``:root``, whose values are
-in ``plot_style``: ``--dd-bg``, ``-ink``, ``-soft`` (smaller text), ``-axis``, ``-grid``; of the map ``-equal``,
-``-none``, ``-unsized``, ``-origin``, ``-s0`` to ``-s7`` (sizes, ascending); of the timeline ``-r0`` to ``-r4`` and
-``-rx`` (requests), ``-p0`` to ``-p3`` (kernel paths); ``-a`` and ``-b`` (the two runs), ``-near``. Classes by what they
-draw:
-
-- text: ``dd-t``, ``dd-t2`` (smaller), ``dd-h``, ``dd-h2`` (headings), ``dd-halo`` (under a text over other marks)
-- ground: ``dd-axis``, ``dd-grid``, ``dd-gap`` (between cells), ``dd-paper`` (in files only)
-- map: ``dd-cells`` with ``dd-equal`` or ``dd-s0`` to ``dd-s7``, or ``dd-unsized`` (half as high); ``dd-none``
-  (diagonals); ``dd-origin`` (diamonds) over ``dd-ring``; ``dd-flip`` over ``dd-under``, ``dd-flip-mark``;
-  ``dd-prompt``, ``dd-generated``, ``dd-split``
-- timeline: ``dd-r0`` to ``dd-r4``, ``dd-rx`` with ``dd-prefill``, ``dd-decode``, ``dd-draft`` or ``dd-verify``, and
-  ``dd-dense`` where bars have no room for an edge; ``dd-drafted`` with the request's, ``dd-verified`` (diagonals over
-  them); ``dd-padding``; ``dd-p0`` to ``dd-p3``; ``dd-threshold``, ``dd-write``, ``dd-trim``, ``dd-event``, ``dd-birth``
-- margins: ``dd-margin`` (``dd-small``), ``dd-reach``, ``dd-delta``, ``dd-near``, ``dd-level``
-- lens: ``dd-a``, ``dd-b``, ``dd-a-mark``, ``dd-b-mark``, ``dd-a-text``, ``dd-b-text``, ``dd-zero``
-"""
+"""The pictures of a report: one file for a view; as SVG in a page and as files, as tables, and in words and characters."""
 
 from __future__ import annotations
 
@@ -28,19 +9,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .blocks import View
-from .plot_bins import EQUAL, ORIGIN
-from .plot_lens import lens_svg
-from .plot_map import COLUMNS, frame_of, grid_svg, map_svg
-from .plot_margins import margins_svg
-from .plot_timeline import timeline_svg
+from ..document import Block, Prose, Report, Table, View
+from .lens import lens_blocks, lens_svg, lens_table
+from .map import COLUMNS, EQUAL, ORIGIN, birthplace, frame_of, grid_svg, map_blocks, map_svg, map_table
+from .margins import margin_blocks, margins_svg, margins_table
+from .timeline import timeline_blocks, timeline_svg, timeline_table
 
 if TYPE_CHECKING:
     from detdiff.compare.divergence import Divergence
     from detdiff.compare.grids import Grid
     from detdiff.compare.series import RequestSeries, Series
-
-    from .content import Report
 
 _OF_REQUEST = {"map": map_svg, "margins": margins_svg, "lens": lens_svg}
 
@@ -119,3 +97,35 @@ def _slugs(ids: list[str]) -> dict[str, str]:
         slugs[id] = slug
         taken.add(slug.casefold())
     return slugs
+
+
+_MOST = 120
+
+
+def values(series: Series, view: View, most: int = _MOST) -> Table | None:
+    """The table of a view, of at most ``most`` lines, or None where the series has no such request."""
+    most = min(most, _MOST)
+    if view.name == "timeline":
+        return timeline_table(series, most)
+    request = next((each for each in series.requests if each.id == view.request), None)
+    if request is None:
+        return None
+    return {"map": map_table, "margins": margins_table, "lens": lens_table}[view.name](request, most)
+
+
+def view_blocks(view: View, report: Report, columns: int) -> tuple[Block, ...]:
+    """The blocks that stand for a view; a map is at most ``columns`` characters wide."""
+    if report.series is None:
+        return (Prose(view.said),)
+    if view.name == "timeline":
+        return tuple(timeline_blocks(report))
+    request = next((each for each in report.series.requests if each.id == view.request), None)
+    if request is None:
+        return (Prose(view.said),)
+    match view.name:
+        case "map":
+            return tuple(map_blocks(request, birthplace(report, request), columns))
+        case "margins":
+            return tuple(margin_blocks(request))
+        case "lens":
+            return tuple(lens_blocks(request))

@@ -2,42 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
-from .plot_bins import (
-    EQUAL,
-    NOT_COMPARED,
-    ORIGIN,
-    PROPAGATED,
-    ULP_STEPS,
-    UNSIZED,
-    Bins,
-    Scale,
-    binned,
-    cell_path,
-    origins,
-    rectangles,
-    scale_of,
-)
-from .plot_scale import Linear
-from .plot_style import STEPS
-from .plot_svg import (
+import numpy as np
+from numpy.typing import NDArray
+
+from ..document import Block, Code, Item, Report, Table
+from ..svg import (
     AREA,
     SMALL,
+    STEPS,
     Canvas,
+    Linear,
     Symbol,
     diamond,
     fitted,
     hatched,
     mark,
-    name,
+    shortened,
     swatch,
     text_width,
     triangle,
 )
-from .words import count, spans
+from ..words import NAME, count, escaped, named, spans
 
 if TYPE_CHECKING:
     from detdiff.compare.grids import Grid
@@ -45,7 +34,6 @@ if TYPE_CHECKING:
 
 COLUMNS = 240
 """Columns of a wide picture; one for a narrow screen has about 72."""
-
 _HEIGHT: Final = 560
 _LISTED: Final = 6
 _NARROWEST: Final = 60
@@ -92,7 +80,7 @@ def grid_svg(
     plan = _Plan.of(grid, bins, columns)
     canvas = Canvas()
     top = 4.0
-    title = f"Map of {name(frame.request)}: {name(grid.name)}"
+    title = f"Map of {shortened(frame.request)}: {shortened(grid.name)}"
     if standalone:
         canvas.text(8, top + 16, fitted(title, plan.width - 16, 15), "dd-t dd-h")
         top += 26
@@ -145,7 +133,7 @@ class _Plan:
 
 def _short(row: str) -> str:
     """What stands beside a row: next to the layers it is plain what another row comes before or after."""
-    return name(row.removesuffix(" the layers"))
+    return shortened(row.removesuffix(" the layers"))
 
 
 def _head(canvas: Canvas, plan: _Plan, bins: Bins, frame: Frame, top: float) -> float:
@@ -194,7 +182,7 @@ def _rows(canvas: Canvas, plan: _Plan, grid: Grid, top: float) -> None:
     every = max(1, -(-13 // max(1, int(plan.row))))
     for place, row in enumerate(grid.rows):
         if place % every == 0:
-            full = name(row)
+            full = shortened(row)
             shown = fitted(_short(row), plan.left - 14)
             canvas.text(plan.left - 6, top + plan.row * (place + 0.5) + 4, shown, anchor="end", full=full)
 
@@ -274,7 +262,7 @@ def _said(grid: Grid, bins: Bins, frame: Frame) -> str:
     state = grid.state[:, bins.first : bins.last + 1]
     per = [f"{(state == kind).sum():,}" for kind in (EQUAL, PROPAGATED, ORIGIN, NOT_COMPARED)]
     found = [
-        f"{name(grid.rows[row])} at position {position + bins.first:,}"
+        f"{shortened(grid.rows[row])} at position {position + bins.first:,}"
         for position, row in sorted(
             (int(p), int(r)) for r, p in zip(*(state == ORIGIN).nonzero(), strict=True)
         )
@@ -290,3 +278,246 @@ def _said(grid: Grid, bins: Bins, frame: Frame) -> str:
         f"the request its prompt: {per[0]} cells bit-equal, {per[1]} propagated, {per[2]} origins, {per[3]} not compared. "
         f"{born}{flip}"
     )
+
+
+NOT_COMPARED, EQUAL, PROPAGATED, ORIGIN = range(4)
+UNSIZED: Final = STEPS
+"""The step of a cell that differs and whose size is not known."""
+ULP_STEPS: Final = (2, 4, 16, 64, 256, 4096, 65536)
+"""The least ULP of each step of the scale but the first, which is 1 ULP."""
+Scale = Literal["ulp", "share"]
+Cells = NDArray[np.int8]
+Mask = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, eq=False)
+class Bins:
+    """Positions ``first`` to ``last`` of a grid in columns of ``width`` positions; the last one may be narrower.
+
+    ``state`` is uint8 [rows, columns], the strongest of a column's states. ``step`` is int8 [rows, columns], the
+    largest size among what differs: 0 to ``STEPS - 1``, ``UNSIZED`` where no size is known, -1 where nothing differs.
+    """
+
+    first: int
+    last: int
+    width: int
+    state: NDArray[np.uint8]
+    step: Cells
+    scale: Scale
+
+    @property
+    def columns(self) -> int:
+        """How many there are."""
+        return int(self.state.shape[1])
+
+    def column(self, position: float) -> float:
+        """Where the left edge of a position lies, in columns."""
+        return (position - self.first) / self.width
+
+
+def scale_of(grid: Grid) -> Scale:
+    """ULPs where they are known of half of what differs or more; else the share of digests that differ."""
+    if grid.ulp is None:
+        return "share"
+    differs = grid.state >= PROPAGATED
+    known = differs & np.isfinite(grid.ulp)
+    return "ulp" if known.any() and 2 * known.sum() >= differs.sum() else "share"
+
+
+def binned(grid: Grid, first: int, last: int, columns: int, scale: Scale) -> Bins:
+    """Positions ``first`` to ``last``, both included, in at most ``columns`` bins."""
+    here = slice(first, last + 1)
+    state = grid.state[:, here]
+    positions = state.shape[1]
+    width = max(1, -(-positions // columns))
+    starts = np.arange(0, positions, width)
+    step = np.full(state.shape, -1, np.int8)
+    differs = state >= PROPAGATED
+    if scale == "ulp" and grid.ulp is not None:
+        ulp = grid.ulp[:, here]
+        # An infinite distance, as to a NaN, is the largest there is; one that is not known is none.
+        known = differs & ~np.isnan(ulp)
+        step[known] = np.searchsorted(np.array(ULP_STEPS, np.float32), ulp[known], side="right")
+    else:
+        share = grid.share[:, here]
+        known = differs & (share > 0)
+        step[known] = (share[known].astype(np.int16) - 1) * STEPS // 255
+    if positions:
+        state = np.maximum.reduceat(state, starts, axis=1)
+        step = np.maximum.reduceat(step, starts, axis=1)
+    step[(step < 0) & (state >= PROPAGATED)] = UNSIZED
+    return Bins(first, last, width, state.astype(np.uint8), step, scale)
+
+
+def origins(bins: Bins) -> list[tuple[int, int]]:
+    """Row and column of each cell in which something was born."""
+    return [(int(row), int(column)) for row, column in np.argwhere(bins.state == ORIGIN)]
+
+
+def stretches(mask: Mask) -> list[tuple[int, int, int]]:
+    """The cells of ``mask`` as stretches of a row: row, first column, columns; row by row."""
+    edges = np.zeros((mask.shape[0], mask.shape[1] + 2), np.int8)
+    edges[:, 1:-1] = mask
+    change = np.diff(edges, axis=1)
+    rows, starts = np.nonzero(change == 1)
+    ends = np.nonzero(change == -1)[1]
+    return list(zip(rows.tolist(), starts.tolist(), (ends - starts).tolist(), strict=True))
+
+
+def rectangles(mask: Mask) -> Iterator[tuple[int, int, int, int]]:
+    """The cells of ``mask`` as disjoint rectangles: column, row, columns, rows. Equal stretches of rows in turn are one."""
+    open_: dict[
+        tuple[int, int], tuple[int, int]
+    ] = {}  # first column and columns to first row and the one after the last
+    for row, column, columns in stretches(mask):
+        top, below = open_.get((column, columns), (row, row))
+        if below != row:
+            yield column, top, columns, below - top
+            top = row
+        open_[column, columns] = top, row + 1
+    for (column, columns), (top, below) in open_.items():
+        yield column, top, columns, below - top
+
+
+def cell_path(mask: Mask) -> str:
+    """The cells of ``mask`` as path data of lines in the middle of each row; a column and a row are 1 long.
+
+    Stroked as wide as a row they are its cells, in a third of the characters that rectangles take.
+    """
+    parts, row, end = [], -1, 0
+    for at, column, columns in stretches(mask):
+        parts.append(f"m{column - end} 0h{columns}" if at == row else f"M{column} {at}.5h{columns}")
+        row, end = at, column + columns
+    return "".join(parts)
+
+
+def map_table(request: RequestSeries, most: int) -> Table:
+    headers = ("layer", "positions", "propagated", "origins", "first", "last", "max ULP", "max relative")
+    grid = request.layers
+    rows = list(range(len(grid.rows)))
+    caption = "Positions that differ in each layer"
+    if len(rows) > most:
+        caption += f"; {most} of {len(rows):,} layers, those with origins first"
+        born = (grid.state == ORIGIN).sum(axis=1)
+        rows = sorted(sorted(rows, key=lambda n: (-born[n], n))[:most])
+    return Table(headers, tuple(_layer(grid, n) for n in rows), caption=caption)
+
+
+def _layer(grid: Grid, n: int) -> tuple[str, ...]:
+    state = grid.state[n]
+    differing = np.flatnonzero(state >= 2)
+    ends = (str(differing[0]), str(differing[-1])) if differing.size else ("-", "-")
+    return (
+        named(grid.rows[n]),
+        f"{np.count_nonzero(state):,}",
+        f"{np.count_nonzero(state == 2):,}",
+        f"{np.count_nonzero(state == ORIGIN):,}",
+        *ends,
+        _largest(grid.ulp, n),
+        _largest(grid.rel, n),
+    )
+
+
+def _largest(sizes: Any, n: int) -> str:
+    if sizes is None or not np.isfinite(sizes[n]).any():
+        return "-"
+    return f"{np.nanmax(np.where(np.isfinite(sizes[n]), sizes[n], np.nan)):,.4g}"
+
+
+def birthplace(report: Report, request: RequestSeries) -> int | None:
+    """The row of the layers in which the request's first origin lies."""
+    found = () if report.divergence is None else report.divergence.requests
+    origin = next((each.origin for each in found if each.id == request.id), None)
+    if origin is None:
+        return None
+    return next((n for n, sites in enumerate(request.sites) if origin.site in sites.rows), None)
+
+
+def map_blocks(request: RequestSeries, born: int | None, columns: int) -> Iterator[Block]:
+    yield from _grid_blocks("layers", request.layers, request, f"{request.positions:,} positions", columns)
+    if born is not None:
+        zoom = request.sites[born]
+        yield from _grid_blocks(
+            "sites", zoom, request, f"{named(zoom.name)}, where the first was born", columns
+        )
+
+
+def _grid_blocks(of: str, grid: Grid, request: RequestSeries, said: str, columns: int) -> Iterator[Block]:
+    made = map_text(grid, request, columns)
+    if made is not None:
+        yield Item(f"  map of {of}: ", f"{named(request.id)}, {said}")
+        yield Code("\n".join(made.lines), "text")
+        yield Item("    key: ", made.key)
+
+
+Columns = NDArray[np.intp]
+"""The first position of each column, ascending."""
+STATES = " .#O"
+"""What a cell shows, by state: not compared, equal, propagated, origin."""
+LEGEND = "'.' equal, '#' propagated, 'O' an origin, ' ' not compared"
+_TEXT_ROWS = 40
+
+
+@dataclass(frozen=True)
+class MapText:
+    """``lines`` with a line of marks under them, and the ``key`` to both."""
+
+    lines: list[str]
+    key: str
+
+
+def map_text(grid: Grid, request: RequestSeries, columns: int) -> MapText | None:
+    """The grid in at most ``columns`` characters a line and 40 lines; of each cell the most that happened in it.
+
+    None where it has no cell.
+    """
+    rows, positions = grid.state.shape
+    if not rows or not positions:
+        return None
+    up = np.arange(0, rows, -(-rows // _TEXT_ROWS))
+    size = int(up[1]) if len(up) > 1 else rows
+    labels = [_label(grid.rows[first : first + size], columns // 3) for first in up.tolist()]
+    wide = max(map(len, labels))
+    across = _edges(positions, max(8, columns - wide - 1))
+    # The states are in the order of what matters most.
+    found = np.maximum.reduceat(np.maximum.reduceat(grid.state, up, axis=0), across, axis=1)
+    lines = [
+        f"{label:<{wide}} {''.join(STATES[state] for state in row)}".rstrip()
+        for label, row in zip(labels, found.tolist(), strict=True)
+    ]
+    marks = _text_marks(request, across, positions)
+    if marks:
+        lines.append(" " * (wide + 1) + "".join(marks.get(n, " ") for n in range(max(marks) + 1)))
+    return MapText(lines, "; ".join(_key(request, int(across[1]) if len(across) > 1 else positions, marks)))
+
+
+def _label(names: Sequence[str], longest: int) -> str:
+    """The end of a long name is what tells it from the others."""
+    more = "" if len(names) == 1 else f" and {len(names) - 1} more"
+    name = names[0] if len(names[0]) <= NAME else names[0][-NAME:]
+    name = escaped(name)
+    room = max(4, longest - len(more))
+    return f"{name if len(name) <= room else f'…{name[1 - room :]}'}{more}"
+
+
+def _edges(positions: int, columns: int) -> Columns:
+    """The first position of each column."""
+    return np.arange(0, positions, -(-positions // columns), dtype=np.intp)
+
+
+def _text_marks(request: RequestSeries, across: Columns, positions: int) -> dict[int, str]:
+    """By column: where the generated tokens begin, and the flip's row."""
+    marks = {}
+    for sign, position in (("|", request.prompt), ("^", request.flip_position)):
+        if position is not None and 0 < position < positions:
+            marks[int(np.searchsorted(across, position, side="right")) - 1] = sign
+    return marks
+
+
+def _key(request: RequestSeries, step: int, marks: Mapping[int, str]) -> Iterator[str]:
+    yield LEGEND
+    yield f"a column is {count(step, 'position')}"
+    if "|" in marks.values():
+        yield f"| the first after the prompt ({request.prompt})"
+    if "^" in marks.values():
+        yield f"^ the flip's row ({request.flip_position})"

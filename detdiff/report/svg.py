@@ -1,0 +1,434 @@
+"""Writing an SVG picture: shapes, text and legends with CSS classes, scales, colours, and the one place where text becomes XML.
+
+Sizes go from ochre over grey to navy on light ground and from blue over grey to yellow on dark ground: along blue and
+yellow, which all kinds of colour vision tell apart, and ever further from the ground in lightness.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil, floor, log10
+from typing import Final
+from unicodedata import east_asian_width
+from xml.sax.saxutils import escape
+
+from .words import escaped
+
+TEXT = 12
+"""Size of a text in pixels of the picture's natural width."""
+SMALL = 11
+AREA = 3.5
+"""Pixels of a column where a picture has as many as it may."""
+Symbol = Callable[["Canvas", float, float], None]
+"""Draws a mark of a legend around a point."""
+
+
+def xml(words: str) -> str:
+    """``words`` as XML text or attribute; what XML cannot hold, or a reader would obey, becomes an escape."""
+    return escape(escaped(words, ""), {'"': "&quot;"})
+
+
+def shortened(words: str, longest: int = 60) -> str:
+    """A name from a trace, cut in the middle where it is long, and escaped."""
+    if len(words) > longest:
+        half = longest // 2
+        words = f"{words[:half]}…{words[-half:]}"
+    return escaped(words)
+
+
+def coordinate(x: float) -> str:
+    """A coordinate, to a hundredth of a pixel."""
+    return f"{x:.2f}".rstrip("0").rstrip(".") if x % 1 else str(int(x))
+
+
+def text_width(words: str, size: float = TEXT) -> float:
+    """About how wide ``words`` will be, in pixels; on the wide side, since fonts differ."""
+    return size * sum(map(_share, words))
+
+
+def _share(c: str) -> float:
+    if c in "fijlrt .,:;'|()[]{}!":
+        return 0.42
+    if c in "mwMW@%…":
+        return 0.98
+    return 1.0 if east_asian_width(c) in "WF" else 0.65
+
+
+def fitted(words: str, width: float, size: float = TEXT) -> str:
+    """``words`` cut at the front until they fit: names of sites and paths differ most at their end."""
+    if text_width(words, size) <= width:
+        return words
+    kept = words
+    while kept and text_width(f"…{kept}", size) > width:
+        kept = kept[1:]
+    return f"…{kept}" if kept else ""
+
+
+class Canvas:
+    """The parts of one picture, in the order in which they are painted. Lengths are pixels, y grows downwards."""
+
+    def __init__(self) -> None:
+        self._parts: list[str] = []
+
+    def rect(self, x: float, y: float, width: float, height: float, cls: str) -> None:
+        """A rectangle."""
+        at = f'x="{coordinate(x)}" y="{coordinate(y)}" width="{coordinate(width)}" height="{coordinate(height)}"'
+        self._parts.append(f'<rect class="{cls}" {at}/>')
+
+    def line(self, x1: float, y1: float, x2: float, y2: float, cls: str) -> None:
+        """A straight line."""
+        self.path(f"M{coordinate(x1)} {coordinate(y1)}L{coordinate(x2)} {coordinate(y2)}", cls)
+
+    def path(self, data: str, cls: str, transform: str = "") -> None:
+        """One path of any number of shapes; nothing where there are none."""
+        if data:
+            moved = f' transform="{transform}"' if transform else ""
+            self._parts.append(f'<path class="{cls}" d="{data}"{moved}/>')
+
+    def text(
+        self,
+        x: float,
+        y: float,
+        words: str,
+        cls: str = "dd-t",
+        anchor: str = "start",
+        *,
+        full: str = "",
+        halo: bool = False,
+    ) -> None:
+        """A text on the baseline ``y``; ``full`` is what was cut from it, ``halo`` for one over other marks."""
+        title = f"<title>{xml(full)}</title>" if full and full != words else ""
+        end = "" if anchor == "start" else f' text-anchor="{anchor}"'
+        at = f'x="{coordinate(x)}" y="{coordinate(y)}"{end}'
+        if halo:
+            # A part of its own: `paint-order` is not known everywhere.
+            self._parts.append(f'<text class="dd-halo" {at}>{xml(words)}</text>')
+        self._parts.append(f'<text class="{cls}" {at}>{title}{xml(words)}</text>')
+
+    def legend(
+        self, x: float, y: float, width: float, items: Iterable[tuple[Sequence[Symbol], str]]
+    ) -> float:
+        """Marks with their words, in lines of at most ``width``. Returns the y below the last line."""
+        at, line = x, y + 14
+        for symbols, words in items:
+            wide = 16 * len(symbols) + 2
+            whole = wide + text_width(words)
+            if at > x and at + whole > x + width:
+                at, line = x, line + 19
+            for place, symbol in enumerate(symbols):
+                symbol(self, at + 7 + 16 * place, line - 4)
+            pieces = _lines(words, width - wide)
+            for piece in pieces:
+                self.text(at + wide + 2, line, fitted(piece, width - wide), full=piece)
+                line += 16
+            line -= 16
+            at += whole + 18 if len(pieces) == 1 else width
+        return line + 8
+
+    def svg(self, cls: str, title: str, said: str, size: tuple[float, float], standalone: bool) -> str:
+        """The whole picture, ``size`` its natural width and height, with ``title`` and ``said`` for who cannot see it."""
+        width, height = (coordinate(round(length)) for length in size)
+        head, style = "", ""
+        if standalone:
+            head = '<?xml version="1.0" encoding="UTF-8"?>\n'
+            paper = f'<rect class="dd-paper" width="{width}" height="{height}"/>'
+            style = f"<style>\n{standalone_style()}\n</style>{paper}"
+        body = "\n".join(self._parts)
+        return (
+            f'{head}<svg xmlns="http://www.w3.org/2000/svg" class="dd-plot {cls}" role="img" width="{width}" '
+            f'height="{height}" viewBox="0 0 {width} {height}" direction="ltr">\n'
+            f"<title>{xml(title)}</title>\n<desc>{xml(said)}</desc>\n{style}\n{body}\n</svg>\n"
+        )
+
+
+def _lines(words: str, width: float) -> list[str]:
+    lines = [""]
+    for word in words.split(" "):
+        longer = f"{lines[-1]} {word}".strip()
+        if lines[-1] and text_width(longer) > width:
+            lines.append(word)
+        else:
+            lines[-1] = longer
+    return lines
+
+
+def diamond(x: float, y: float, r: float) -> str:
+    """Path data of the mark of an origin."""
+    step = coordinate(round(r, 1))
+    return (
+        f"M{coordinate(round(x - r, 1))} {coordinate(round(y, 1))}l{step}-{step} {step} {step}-{step} {step}z"
+    )
+
+
+def triangle(x: float, y: float, r: float) -> str:
+    """Path data of a triangle whose tip points down at ``x``, ``y``: the mark of a flip."""
+    return f"M{coordinate(x)} {coordinate(y)}l{coordinate(r)} {coordinate(-1.5 * r)}h{coordinate(-2 * r)}z"
+
+
+def cross(x: float, y: float, r: float) -> str:
+    """Path data of an oblique cross."""
+    side = coordinate(2 * r)
+    return f"M{coordinate(x - r)} {coordinate(y - r)}l{side} {side}m0-{side}l-{side} {side}"
+
+
+def hatched(x: float, y: float, width: float, height: float, step: float = 6) -> str:
+    """Path data of the diagonals over a rectangle; those of neighbouring rectangles meet."""
+    parts = []
+    k = int((x + y) // step) + 1
+    while k * step < x + width + y + height:
+        total = k * step
+        x1, x2 = max(x, total - (y + height)), min(x + width, total - y)
+        if x2 > x1:
+            reach = coordinate(round(x2 - x1, 1))
+            parts.append(f"M{coordinate(round(x1, 1))} {coordinate(round(total - x1, 1))}l{reach}-{reach}")
+        k += 1
+    return "".join(parts)
+
+
+def swatch(cls: str) -> Symbol:
+    """A square of a legend."""
+    return lambda canvas, x, y: canvas.rect(x - 6, y - 6, 12, 12, cls)
+
+
+def stroke(cls: str) -> Symbol:
+    """A short horizontal line of a legend."""
+    return lambda canvas, x, y: canvas.line(x - 7, y, x + 7, y, cls)
+
+
+def mark(data: Callable[[float, float], str], cls: str) -> Symbol:
+    """A mark of a legend from its path data."""
+    return lambda canvas, x, y: canvas.path(data(x, y), cls)
+
+
+@dataclass(frozen=True)
+class Linear:
+    """``low`` is drawn at ``start`` and ``high`` at ``end``."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+
+    def __call__(self, x: float) -> float:
+        """The pixel of ``x``."""
+        reach = self.high - self.low
+        return self.start + (self.end - self.start) * ((x - self.low) / reach if reach else 0.5)
+
+    def ticks(self, most: int) -> list[float]:
+        """Round values within the range, at most about ``most``."""
+        reach = self.high - self.low
+        if reach <= 0:
+            return [self.low] if reach == 0 else []
+        raw = reach / max(1, most)
+        ten = 10.0 ** floor(log10(raw))
+        step = next(n * ten for n in (1, 2, 5, 10) if n * ten >= raw * 0.999)
+        return [step * n for n in range(ceil(self.low / step - 1e-9), floor(self.high / step + 1e-9) + 1)]
+
+    def whole_ticks(self, most: int) -> list[int]:
+        """The same, without fractions."""
+        return sorted({round(x) for x in self.ticks(most) if abs(x - round(x)) < 1e-9})
+
+
+@dataclass(frozen=True)
+class Log:
+    """Powers of ten of ``low`` to ``high`` between ``start`` and ``end``; all below ``low``, such as zero, at ``floor``."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+    floor: float
+
+    def __call__(self, x: float) -> float:
+        """The pixel of ``x``."""
+        if x < self.low:
+            return self.floor
+        reach = log10(self.high / self.low)
+        share = log10(x / self.low) / reach if reach else 0.5
+        return self.start + (self.end - self.start) * min(1.0, share)
+
+    def ticks(self, most: int) -> list[float]:
+        """Powers of ten within the range, at most about ``most``."""
+        first, last = ceil(log10(self.low) - 1e-9), floor(log10(self.high) + 1e-9)
+        step = max(1, ceil((last - first + 1) / max(1, most)))
+        return [10.0**n for n in range(first, last + 1, step)]
+
+
+def log_range(values: list[float]) -> tuple[float, float]:
+    """The whole powers of ten around the positive values; one decade where there are none."""
+    positive = [x for x in values if 0 < x < float("inf")]
+    if not positive:
+        return 0.1, 1.0
+    low, high = 10.0 ** floor(log10(min(positive))), 10.0 ** ceil(log10(max(positive)))
+    return (low, high) if high > low else (low, low * 10)
+
+
+def axis_label(x: float) -> str:
+    """A value of an axis, short: ``0.01``, ``1e-06``, ``2,500``."""
+    if x and abs(x) < 0.001:
+        return f"{x:.0e}"
+    return f"{x:,.6g}" if x % 1 else f"{int(x):,}"
+
+
+STEPS: Final = 8
+"""Steps of the scale of sizes: classes ``dd-s0`` to ``dd-s7``."""
+REQUESTS: Final = 5
+"""Requests with a colour of their own, ``dd-r0`` to ``dd-r4``; all others share ``dd-rx``."""
+PATHS: Final = 4
+"""Kernel paths with a colour of their own, ``dd-p0`` to ``dd-p3``; the last one is also that of all further ones."""
+LIGHT: Final[Mapping[str, str]] = {
+    "bg": "#ffffff",
+    "ink": "#1b1f24",
+    "soft": "#555d68",
+    "axis": "#7a828d",
+    "grid": "#dfe3e8",
+    "equal": "#eff1f4",
+    "none": "#8a919b",
+    "unsized": "#6f7782",
+    "origin": "#c8330a",
+    "near": "#c8330a",
+    "s0": "#a97c00",
+    "s1": "#96762a",
+    "s2": "#806d40",
+    "s3": "#6b634f",
+    "s4": "#56595c",
+    "s5": "#404c66",
+    "s6": "#283a6b",
+    "s7": "#0a1c4f",
+    "r0": "#1769aa",
+    "r1": "#a06a00",
+    "r2": "#0b7d5b",
+    "r3": "#9c3f84",
+    "r4": "#76624d",
+    "rx": "#737b86",
+    "p0": "#5b6470",
+    "p1": "#7a3ff2",
+    "p2": "#0a7a7a",
+    "p3": "#8a5a00",
+    "a": "#1769aa",
+    "b": "#a2470c",
+}
+DARK: Final[Mapping[str, str]] = {
+    "bg": "#14171c",
+    "ink": "#e8eaed",
+    "soft": "#aab2bd",
+    "axis": "#858e9a",
+    "grid": "#2f353d",
+    "equal": "#22272e",
+    "none": "#7f8894",
+    "unsized": "#98a1ad",
+    "origin": "#ff8552",
+    "near": "#ff8552",
+    "s0": "#5580c4",
+    "s1": "#6e89b2",
+    "s2": "#8793a3",
+    "s3": "#a09f92",
+    "s4": "#b9ab80",
+    "s5": "#d2b96a",
+    "s6": "#ebca50",
+    "s7": "#ffe755",
+    "r0": "#6fb4f0",
+    "r1": "#e3b04b",
+    "r2": "#4fc79b",
+    "r3": "#e08fc8",
+    "r4": "#c9b39b",
+    "rx": "#98a1ad",
+    "p0": "#a9b2bd",
+    "p1": "#b896ff",
+    "p2": "#4cc5c5",
+    "p3": "#d9a94a",
+    "a": "#6fb4f0",
+    "b": "#f0a36b",
+}
+_RULES: Final = "\n".join(
+    (
+        ".dd-plot{direction:ltr;font-family:system-ui,sans-serif}",
+        ".dd-plot text{font-size:12px;fill:var(--dd-ink);unicode-bidi:isolate;white-space:pre}",
+        ".dd-plot .dd-t2{font-size:11px;fill:var(--dd-soft)}",
+        ".dd-plot .dd-h{font-size:15px;font-weight:bold}",
+        ".dd-plot .dd-h2{font-weight:bold}",
+        ".dd-plot .dd-halo{fill:var(--dd-bg);stroke:var(--dd-bg);stroke-width:4px;stroke-linejoin:round}",
+        ".dd-plot path,.dd-plot rect{fill:none;stroke:none}",
+        ".dd-plot .dd-paper{fill:var(--dd-bg)}",
+        ".dd-plot .dd-axis{stroke:var(--dd-axis)}",
+        ".dd-plot .dd-grid{stroke:var(--dd-grid)}",
+        ".dd-plot .dd-gap{stroke:var(--dd-bg);shape-rendering:crispEdges}",
+        # The map.
+        ".dd-plot .dd-cells{shape-rendering:crispEdges;stroke-width:1}",
+        ".dd-plot .dd-equal{fill:var(--dd-equal);stroke:var(--dd-equal)}",
+        ".dd-plot .dd-none{stroke:var(--dd-none)}",
+        *(f".dd-plot .dd-s{n}{{fill:var(--dd-s{n});stroke:var(--dd-s{n})}}" for n in range(STEPS)),
+        ".dd-plot .dd-unsized{stroke:var(--dd-unsized);stroke-width:6}",
+        ".dd-plot .dd-cells.dd-unsized{stroke-width:.4}",
+        ".dd-plot .dd-ring{stroke:var(--dd-bg);stroke-width:3px}",
+        ".dd-plot .dd-origin{fill:var(--dd-origin)}",
+        ".dd-plot .dd-under{stroke:var(--dd-bg);stroke-width:1.5px}",
+        ".dd-plot .dd-flip{stroke:var(--dd-ink);stroke-width:1.5px;stroke-dasharray:5 3}",
+        ".dd-plot .dd-flip-mark{fill:var(--dd-ink);stroke:var(--dd-bg)}",
+        ".dd-plot .dd-prompt{fill:var(--dd-axis)}",
+        ".dd-plot .dd-generated{fill:var(--dd-bg);stroke:var(--dd-axis)}",
+        ".dd-plot .dd-split{stroke:var(--dd-axis)}",
+        # The timeline.
+        *(
+            f".dd-plot .dd-{r}{{fill:var(--dd-{r});stroke:var(--dd-{r})}}"
+            for r in (*(f"r{n}" for n in range(REQUESTS)), "rx")
+        ),
+        ".dd-plot .dd-decode,.dd-plot .dd-draft{fill-opacity:.3}",
+        # Without room for an edge the fill alone has to be seen.
+        ".dd-plot .dd-dense{stroke:none}",
+        ".dd-plot .dd-dense.dd-decode,.dd-plot .dd-dense.dd-draft{fill-opacity:.65}",
+        ".dd-plot .dd-drafted{fill:none}",
+        ".dd-plot .dd-verified{stroke:var(--dd-bg)}",
+        ".dd-plot .dd-padding{stroke:var(--dd-axis);stroke-dasharray:2 2}",
+        ".dd-plot .dd-threshold{stroke:var(--dd-ink);stroke-dasharray:7 3 2 3}",
+        *(f".dd-plot .dd-p{n}{{fill:var(--dd-p{n})}}" for n in range(PATHS)),
+        ".dd-plot .dd-write{fill:var(--dd-axis)}",
+        ".dd-plot .dd-trim{fill:var(--dd-ink)}",
+        ".dd-plot .dd-event{stroke:var(--dd-ink);stroke-width:1.5px}",
+        ".dd-plot .dd-birth{stroke:var(--dd-origin);stroke-width:1.5px}",
+        # Margins and the lens.
+        ".dd-plot .dd-margin{stroke:var(--dd-a);stroke-width:6px;stroke-linecap:round}",
+        ".dd-plot .dd-small{stroke-width:4px}",
+        ".dd-plot .dd-reach{stroke:var(--dd-a)}",
+        ".dd-plot .dd-delta{stroke:var(--dd-b);stroke-width:1.3px}",
+        ".dd-plot .dd-near{stroke:var(--dd-near);stroke-width:2px;fill:var(--dd-bg)}",
+        ".dd-plot .dd-level{stroke:var(--dd-b);stroke-dasharray:7 3 2 3}",
+        ".dd-plot .dd-a{stroke:var(--dd-a);stroke-width:2px}",
+        ".dd-plot .dd-b{stroke:var(--dd-b);stroke-width:2px;stroke-dasharray:7 4}",
+        ".dd-plot .dd-a-mark{fill:var(--dd-a);stroke:var(--dd-bg)}",
+        ".dd-plot .dd-b-mark{fill:var(--dd-b);stroke:var(--dd-bg)}",
+        ".dd-plot .dd-a-text{fill:var(--dd-a);font-weight:bold}",
+        ".dd-plot .dd-b-text{fill:var(--dd-b);font-weight:bold}",
+        ".dd-plot .dd-zero{stroke:var(--dd-ink)}",
+    )
+)
+# A file of its own keeps its size, and not every program takes a height of `auto`.
+_FITTING: Final = ".dd-plot{max-width:100%;height:auto}"
+
+
+def style(dark: bool | None = None) -> str:
+    """The rules and the custom properties ``--dd-*``: light, dark, or, with None, as the reader's system has it.
+
+    With None an attribute ``data-theme`` of ``light`` or ``dark`` at the root decides, and paper is always light.
+    """
+    if dark is not None:
+        return f":root{{{variables(dark)}}}\n{_FITTING}\n{_RULES}\n"
+    light, night = variables(False), variables(True)
+    return (
+        f":root{{{light}}}\n"
+        f"@media screen{{:root[data-theme=dark]{{{night}}}}}\n"
+        f"@media screen and (prefers-color-scheme:dark){{:root:not([data-theme=light]){{{night}}}}}\n"
+        f"{_FITTING}\n{_RULES}\n"
+    )
+
+
+def variables(dark: bool) -> str:
+    """The custom properties alone, as declarations of a rule."""
+    return "".join(f"--dd-{name}:{value};" for name, value in (DARK if dark else LIGHT).items())
+
+
+def standalone_style() -> str:
+    """The rules with light colours in their place: many programs that show SVG know no custom properties."""
+    return re.sub(r"var\(--dd-([a-z0-9-]+)\)", lambda found: LIGHT[found[1]], _RULES)
