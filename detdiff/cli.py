@@ -366,7 +366,7 @@ def report(files: tuple[Path, ...], why: bool, budget: int | None, **options: An
     Example: detdiff report traces/a traces/b --html report.html --markdown report.md
     """
     from detdiff.commands import report as reports
-    from detdiff.commands.outputs import Wanted, check
+    from detdiff.commands.report import Wanted, check
     from detdiff.report.json import report_json_text
     from detdiff.report.text import report_text
 
@@ -378,7 +378,7 @@ def report(files: tuple[Path, ...], why: bool, budget: int | None, **options: An
     kept = () if asked.keep is None else (asked.keep / "a", asked.keep / "b")
     how_far = reports.Why(options["replay"], why, budget)
     if reports.is_folder(asked):
-        from detdiff.commands.report_folder import gathered
+        from detdiff.commands.report import gathered
 
         for line in gathered(asked, how_far, wanted, _width()):
             click.echo(line)

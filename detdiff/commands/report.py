@@ -1,8 +1,12 @@
-"""`detdiff report`: a comparison, a verdict or a folder of them, turned into files to read, paste and look at."""
+"""`detdiff report`: a comparison, a verdict or a folder of them, turned into files to read, paste and look at.
+
+Where they go is checked before the first run, and each is written whole or not at all.
+"""
 
 from __future__ import annotations
 
 import codecs
+import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -10,18 +14,128 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from detdiff.commands.outputs import STDOUT, Wanted, check, put
 from detdiff.commands.sides import Asked, Progress, Side, named, recorded, sides
 from detdiff.compare import compare, series
-from detdiff.errors import CommandError, Interrupted, TraceError
+from detdiff.errors import CommandError, DetdiffError, Interrupted, TraceError
 from detdiff.report.build import build
 from detdiff.report.document import Report
+from detdiff.report.index import Entry, index_html, index_text
 from detdiff.report.saved import Saved, read_saved
+from detdiff.report.words import escaped
 from detdiff.trace import Trace
 from detdiff.trace.header import HEADER
 
 if TYPE_CHECKING:
     from detdiff.compare import Divergence
+
+STDOUT = "-"
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Where each format goes; ``json`` may be ``-``, the standard output. ``plots`` is a directory, ``pack`` a zip file."""
+
+    html: Path | None = None
+    markdown: Path | None = None
+    json: Path | None = None
+    plots: Path | None = None
+    pack: Path | None = None
+
+    @property
+    def named(self) -> tuple[tuple[str, Path], ...]:
+        """The options that were given, with their paths."""
+        return tuple((f"--{name}", path) for name, path in vars(self).items() if path is not None)
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """All of them that are paths."""
+        return tuple(path for option, path in self.named if (option, str(path)) != ("--json", STDOUT))
+
+
+def check(wanted: Wanted, read: Sequence[Path]) -> None:
+    """Raises CommandError for outputs that cannot be written, are one file, or are part of what is ``read``."""
+    taken: dict[Path, str] = {}
+    inputs = [Path(os.path.realpath(path)) for path in read]
+    for option, path in wanted.named:
+        if str(path) == STDOUT:
+            if option == "--json":
+                continue
+            raise CommandError(
+                f"{option} {path} would be a file of that name; only --json takes {STDOUT}, for the standard output. Name a file."
+            )
+        _check_place(option, path)
+        place = Path(os.path.realpath(path))
+        for given in (place, *place.parents):
+            if given in inputs:
+                raise CommandError(
+                    f"{option} {path} would be written over {read[inputs.index(given)]}, which the report is made from, or into "
+                    "it. Name another place."
+                )
+        for other, name in taken.items():
+            # A directory of pictures may hold the other formats; a file holds nothing.
+            below = (option != "--plots" and place in other.parents) or (
+                name != "--plots" and other in place.parents
+            )
+            if place == other or below:
+                raise CommandError(
+                    f"{name} and {option} both name {path}, or one lies below the other, which is a "
+                    "file; expected one for each. Name another for one of them."
+                )
+        taken[place] = option
+
+
+def _check_place(option: str, path: Path) -> None:
+    if option == "--plots":
+        if path.exists() and not path.is_dir():
+            raise CommandError(
+                f"--plots {path} is a file; expected a directory, for there is more than one picture. Name another."
+            )
+    elif path.is_dir():
+        raise CommandError(
+            f"{option} {path} is a directory; expected the file to write. Name one inside of it."
+        )
+    above = path if option == "--plots" and path.exists() else path.parent
+    while not above.exists():
+        above = above.parent
+    if not above.is_dir():
+        raise CommandError(
+            f"{option} {path} lies below {above}, which is a file; expected a directory. Name another place."
+        )
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise CommandError(
+            f"{option} {path} cannot be written: {above} is not yours to write to. Name another place, or change its permissions."
+        )
+
+
+@contextmanager
+def whole(path: Path) -> Iterator[Path]:
+    """A place to write a file at, which becomes ``path`` at the end of the block: a page open in a browser is never half
+    of one. Raises OSError, which names ``path``.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and not path.is_file():
+            # A device or a pipe is written to; a file in its place would take it from the whole system.
+            yield path
+            return
+        # A link stays one.
+        target = Path(os.path.realpath(path))
+        temporary = target.with_name(f".detdiff-{os.getpid()}.tmp")
+        try:
+            yield temporary
+            os.replace(temporary, target)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
+
+
+def put(path: Path, text: str) -> Path:
+    """Write a file whole or not at all. Raises OSError."""
+    with whole(path) as place:
+        place.write_text(text, encoding="utf-8")
+    return path
+
 
 Pair = tuple[Trace, Trace]
 
@@ -186,11 +300,11 @@ def write(made: Made, wanted: Wanted) -> list[Path]:
         for path in _each(made, wanted, drawn):
             written.append(path)
     except KeyboardInterrupt:
-        raise Interrupted(f"Interrupted; {_said(written)} written.") from None
+        raise Interrupted(f"Interrupted; {_so_far(written)} written.") from None
     return written
 
 
-def _said(written: Sequence[Path]) -> str:
+def _so_far(written: Sequence[Path]) -> str:
     return f"{', '.join(map(str, written))} and no more was" if written else "nothing was"
 
 
@@ -212,7 +326,8 @@ def _each(made: Made, wanted: Wanted, drawn: Mapping[str, str]) -> Iterator[Path
     if wanted.pack is not None and made.traces is not None:
         from detdiff.commands.pack import pack
 
-        pack(made.report, made.traces, wanted.pack)
+        with whole(wanted.pack) as place:
+            pack(made.report, made.traces, place)
         yield wanted.pack
 
 
@@ -244,3 +359,78 @@ def pair_in(folder: Path) -> tuple[Path, Path] | None:
 def is_folder(asked: Asked) -> bool:
     """Whether one directory was named that is no trace: a folder of comparisons."""
     return len(asked.files) == 1 and asked.files[0].is_dir() and not (asked.files[0] / HEADER).exists()
+
+
+def gathered(asked: Asked, why: Why, wanted: Wanted, width: int) -> list[str]:
+    """Write an index at ``wanted.html`` with a page for each comparison beside it, and say in lines what there is.
+
+    Raises CommandError where the folder holds no comparison, or for options that are of one comparison; what cannot be read
+    is a line of its own.
+    """
+    folder = asked.files[0]
+    if any(option != "--html" for option, _ in wanted.named):
+        raise CommandError(
+            f"{folder} is a folder of comparisons, which --html gathers under an index; the other formats are of one comparison. "
+            "Name that one, or leave the other formats out."
+        )
+    if how_to_run(asked, why):
+        raise CommandError(
+            f"{folder} is a folder of comparisons, which are gathered as they are, and the other options say what to run. Leave "
+            "them out, or name the two traces or scenarios in its place."
+        )
+    found = list(_comparisons(folder, wanted.html))
+    inputs = [
+        each for _, path in found for each in ([path] if path.is_file() else [path / side for side in "ab"])
+    ]
+    check(wanted, inputs)
+    entries, refused = [], []
+    for name, path in found:
+        try:
+            made = _opened(path, asked.partial)
+        except (DetdiffError, OSError) as error:
+            said = str(error) if str(path) in str(error) else f"{path}: {error}"
+            refused.append(escaped(" ".join(said.split()), ""))
+            continue
+        page = None if wanted.html is None else f"{name}.html"
+        if page is not None and wanted.html is not None:
+            write(made, Wanted(html=wanted.html.with_name(page)))
+        entries.append(Entry.of(name, made.report, page))
+    if not entries:
+        raise CommandError(
+            f"{folder} is no trace and holds no comparison; expected answers that were written with --json, or directories "
+            f"with the traces a and b, as --keep makes them.{_refused(refused)}"
+        )
+    lines = [index_text(entries, width=width).rstrip("\n"), *(f"not read: {line}" for line in refused)]
+    if wanted.html is not None:
+        lines.append(f"  {put(wanted.html, index_html(entries))}")
+    return lines
+
+
+def _refused(refused: Sequence[str]) -> str:
+    if not refused:
+        return ""
+    more = f" ({len(refused) - 1} more could not be read.)" if len(refused) > 1 else ""
+    return f" {refused[0]}{more}"
+
+
+def _comparisons(folder: Path, index: Path | None) -> Iterator[tuple[str, Path]]:
+    """Each comparison's page name and where it is: a file of JSON, or a directory with two traces. No page has the name of
+    the index."""
+    taken = {"index" if index is None else index.stem.lower()}
+    for path in sorted(folder.iterdir()):
+        answer = path.is_file() and path.suffix == ".json"
+        if answer or pair_in(path) is not None:
+            stem = path.stem if answer else path.name
+            name, number = stem, 2
+            while name.lower() in taken:
+                name, number = f"{stem}-{number}", number + 1
+            taken.add(name.lower())
+            yield name, path
+
+
+def _opened(path: Path, partial: bool) -> Made:
+    if path.is_file():
+        return opened_answer(read_saved(path), "", partial=partial)
+    a, b = (Trace.open(path / side, partial=partial, checked=True) for side in "ab")
+    divergence = compare(a, b)
+    return Made(build(divergence, None, series(a, b, divergence)), (a, b))

@@ -13,8 +13,7 @@ import pytest
 from command_line import PROMPTS, flags, paragraph, run
 
 import detdiff.commands.report as reports
-from detdiff.commands.outputs import Wanted, put
-from detdiff.commands.report import opened_answer, write
+from detdiff.commands.report import Wanted, opened_answer, put, write
 from detdiff.errors import Interrupted
 from detdiff.report.saved import read_saved
 
