@@ -84,6 +84,7 @@ BENCHMARKS = (
         "flips seen within three standard deviations of those predicted, in every bin",
         lambda row: row["off by"] <= 3,
     ),
+    Benchmark("pages", "open and usable in 3 s", lambda row: row["seconds"] <= 3),
     Benchmark("plugin", "an unused plugin costs at most 5 ms a run", lambda row: row["difference ms"] <= 5),
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -32,6 +33,12 @@ prompt = "And the king said unto the people, Hear ye"
 def run(*arguments: str | Path, environment: Mapping[str, str] | None = None) -> Result:
     """The command in this process; ``output`` is stdout and stderr together."""
     return CliRunner().invoke(main, [str(argument) for argument in arguments], env=environment)
+
+
+def heard_again() -> None:
+    """Ctrl-C as a terminal gives it: a suite that a script starts in its background ignores SIGINT, and so would the
+    processes that it starts."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def recorded_pair(folder: Path, *changes: str) -> Path:

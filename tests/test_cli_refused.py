@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from command_line import PROMPTS, SCENARIO, flags, paragraph, run
+from command_line import PROMPTS, SCENARIO, flags, heard_again, paragraph, run
 from plugins.small_models import small_config, write_directory
 
 from detdiff.trace import Trace
@@ -252,6 +252,7 @@ def begin(*arguments: str | Path, limit: int | None = None, **environment: str) 
     """The command as its own process, where no file may be larger than ``limit`` bytes."""
 
     def before() -> None:
+        heard_again()
         if limit is not None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import paragraph, run
+from command_line import heard_again, paragraph, run
 
 MODEL = {
     "model_type": "llama",
@@ -145,7 +145,12 @@ def test_a_reduction_that_was_interrupted_says_how_to_go_on(
     folder = tmp_path / "smaller"
     command = [sys.executable, "-m", "detdiff.cli", *arguments(scenario, folder)]
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+        preexec_fn=heard_again,
     )
     # As soon as there is a pair.
     while process.poll() is None and not (folder / "steps.jsonl").exists():

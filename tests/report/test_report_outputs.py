@@ -157,8 +157,13 @@ def test_an_interrupt_says_what_is_there_by_then(
         return put(path, text)
 
     monkeypatch.setattr(reports, "put", interrupted)
-    with pytest.raises(Interrupted, match=r"x\.html and no more was written"):
-        write(made, Wanted(html=tmp_path / "x.html", markdown=tmp_path / "x.md"))
+    # A suite that a script starts in its background ignores SIGINT.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(Interrupted, match=r"x\.html and no more was written"):
+            write(made, Wanted(html=tmp_path / "x.html", markdown=tmp_path / "x.md"))
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_a_directory_with_the_two_traces_is_those_two(kept: Path) -> None:
