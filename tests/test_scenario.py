@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from detdiff.errors import ScenarioConflict
+from detdiff.errors import ScenarioConflict, ScenarioKeyMissing
 from detdiff.scenario import (
     CachePlan,
     Capture,
@@ -163,8 +163,15 @@ def scenarios(draw: st.DrawFn) -> Scenario:
         second_last=st.sampled_from(["1..", "2.."]),
     )
     profile = st.none() | names.filter(lambda name: name != "native")
+    engine = draw(st.just("mlx") | names)
+    json_values = st.recursive(
+        st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(-1e300, 1e300) | st.text(characters),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(characters), inner, max_size=3),
+        max_leaves=5,
+    )
+    settings = st.dictionaries(st.text(characters).filter(lambda key: key != "name"), json_values, max_size=3)
     return Scenario(
-        model=draw(names),
+        model=draw(names if engine in ("mlx", "transformers") else names | st.just("")),
         requests=tuple(requests),
         schedule=Schedule(
             kind,
@@ -196,6 +203,8 @@ def scenarios(draw: st.DrawFn) -> Scenario:
             reuse_tokens=draw(st.none() | positive) if one_by_one else None,
         ),
         force_tokens=draw(st.none() | names) if packed or not speculates else None,
+        engine=engine,
+        engine_settings=draw(settings),
     )
 
 
@@ -400,10 +409,62 @@ def test_the_table_says_the_defaults_that_the_classes_have() -> None:
         )
         for key in keys:
             said = key.default.strip("`")
-            if key.name in ("model", "draft", "kernels", "id", "prompt", "tokens"):
+            if key.name in ("model", "engine", "draft", "kernels", "id", "prompt", "tokens"):
                 continue
             found = getattr(getattr(whole, key.part) if key.part else whole, key.attribute) or None
             expected = words[said] or None if said in words else key.kind.read(said) or None
             assert found == expected, key.name
             checked += 1
-    assert checked == sum(map(len, TABLE.values())) - 6
+    assert checked == sum(map(len, TABLE.values())) - 7
+
+
+def factory_case(**keys: Any) -> dict[str, Any]:
+    return {"engine": "my.engines:make", "request": [{"prompt": "a"}], **keys}
+
+
+def test_an_engine_is_a_name_or_a_table_with_settings_and_mlx_is_not_written(tmp_path: Path) -> None:
+    assert "engine" not in Scenario.from_dict(minimal(engine="mlx")).to_dict()
+    named = Scenario.from_dict(minimal(engine="transformers"))
+    assert named.engine == "transformers" and named.to_dict()["engine"] == "transformers"
+    text = 'model = "m"\n[engine]\nname = "transformers"\ndevice = "cpu"\nopts = {a = [1, 2]}\n[[request]]\nprompt = "a"'
+    read = Scenario.from_toml(written(tmp_path, text))
+    assert (read.engine, read.engine_settings) == ("transformers", {"device": "cpu", "opts": {"a": [1, 2]}})
+    flags = Scenario.from_flags(
+        "m", ["a"], """engine=transformers engine.device=cpu 'engine.opts={"a": [1, 2]}'"""
+    )
+    assert flags == read and hash(flags) == hash(read)
+
+
+def test_a_factory_needs_no_model_and_the_libraries_do() -> None:
+    made = Scenario.from_dict(factory_case())
+    assert made.model == "" and "model" not in made.to_dict()
+    assert Scenario.from_flags(None, ["a"], "engine=my.engines:make") == made
+    for engine in ("mlx", "transformers"):
+        with pytest.raises(ScenarioKeyMissing, match="there is no model"):
+            Scenario.from_dict(factory_case(engine=engine))
+
+
+def test_settings_of_an_engine_are_json_and_cannot_be_changed_from_outside() -> None:
+    given: dict[str, Any] = {"layers": [1]}
+    made = Scenario("", (Request("r0", prompt="a"),), engine="e", engine_settings=given)
+    given["layers"].append(2)
+    assert made.engine_settings == {"layers": [1]}
+    assert parse_flags("engine.a=1 engine.b=true engine.c=x engine.d engine.e=01 engine.f=.5") == {
+        "engine.a": 1,
+        "engine.b": True,
+        "engine.c": "x",
+        "engine.d": True,
+        "engine.e": "01",
+        "engine.f": ".5",
+    }
+
+
+def test_changes_of_an_engine_keep_its_other_settings_and_another_engine_begins_without() -> None:
+    first = Scenario.from_dict(factory_case(engine={"name": "e", "a": 1, "b": 2}))
+    assert first.with_changes(**{"engine.a": 3}).engine_settings == {"a": 3, "b": 2}
+    assert first.with_changes(**{"engine.a": None}).engine_settings == {"b": 2}
+    assert first.with_changes(engine="e", **{"engine.c": 0}).engine_settings == {"a": 1, "b": 2, "c": 0}
+    other = first.with_changes(engine="f", **{"engine.c": 0})
+    assert (other.engine, other.engine_settings) == ("f", {"c": 0})
+    assert first.with_changes(engine={"name": "e", "a": 5}).engine_settings == {"a": 5}
+    assert first.with_changes(engine=None, model="builtin").to_dict().get("engine") is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -63,6 +64,34 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
 
+def _json_value(value: Any) -> Any:
+    """A copy, which what was given cannot change; TOML has no null, so that None is none."""
+    try:
+        copied = json.loads(json.dumps(value, allow_nan=False))
+    except (TypeError, ValueError, RecursionError):
+        return None
+    return None if _has_null(copied) else copied
+
+
+def _has_null(value: Any) -> bool:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return value is None or any(map(_has_null, inner))
+
+
+def _read_json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def _engine(value: Any) -> Any:
+    if isinstance(value, str):
+        return value
+    copied = _json_value(dict(value)) if isinstance(value, Mapping) else None
+    return copied if copied is not None and isinstance(copied.get("name", ""), str) else None
+
+
 _ints = _tuple_of(_is_int)
 
 TEXT = Kind("a string", lambda v: v if _is_text(v) else None, str)
@@ -75,6 +104,8 @@ TOKEN_LISTS = Kind("lists of token ids", _tuple_of(lambda v: _ints(v) is not Non
 RANGE = Kind(
     "a pair of integers", lambda v: p if (p := _ints(v)) is not None and len(p) == 2 else None, _read_pair
 )
+ENGINE = Kind("an engine's name, or a table with a name and its settings", _engine, str)
+JSON = Kind("a JSON value without null, NaN and infinity", _json_value, _read_json)
 TABLES = Kind("a list of tables", _tuple_of(lambda v: isinstance(v, Mapping)), str)
 
 
@@ -119,6 +150,16 @@ TABLE: Mapping[str, tuple[Key, ...]] = {
             '`"builtin"`, a directory that mlx-lm can load, or a hub id',
             "required",
             file="model",
+        ),
+    ),
+    "Engine": (
+        Key(
+            "engine",
+            ENGINE,
+            "engine",
+            "what runs the requests: `mlx`, `transformers`, the name of an installed engine, or a factory of your own as "
+            "`package.module:factory`; as a table, `name` and free keys, which the engine is given",
+            "`mlx`",
         ),
     ),
     "Schedule": (
@@ -369,7 +410,7 @@ def _of(*sections: str) -> dict[str, Key]:
 
 
 RUN_KEYS: Mapping[str, Key] = _of(
-    "Model", "Schedule", "Speculation", "Teacher forcing", "Cache", "Kernel plan", "Capture"
+    "Model", "Engine", "Schedule", "Speculation", "Teacher forcing", "Cache", "Kernel plan", "Capture"
 )
 """What belongs to the run as a whole."""
 
@@ -378,7 +419,13 @@ SETTING_KEYS: Mapping[str, Key] = _of("Request settings")
 
 REQUEST_KEYS: Mapping[str, Key] = _of("Requests", "Request settings")
 RULE_KEYS: Mapping[str, Key] = _of("Rules")
-CHANGE_KEYS: Mapping[str, Key] = {**RUN_KEYS, **SETTING_KEYS, "arrivals": Key("arrivals", INTS, "arrival")}
+ENGINE_SETTING = "engine.KEY"
+CHANGE_KEYS: Mapping[str, Key] = {
+    **RUN_KEYS,
+    **SETTING_KEYS,
+    "arrivals": Key("arrivals", INTS, "arrival"),
+    ENGINE_SETTING: Key(ENGINE_SETTING, JSON, "engine_settings"),
+}
 FLAG_KEYS: Mapping[str, Key] = {**CHANGE_KEYS, "tokens": Key("tokens", TOKEN_LISTS, "tokens")}
 FILE_KEYS: Mapping[str, Key] = {
     **RUN_KEYS,
@@ -410,7 +457,9 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 def known(name: str, keys: Mapping[str, Key]) -> Key:
     """The key ``name``; raises ScenarioKeyUnknown, naming the nearest key."""
-    if name not in keys:
+    if ENGINE_SETTING in keys and re.fullmatch(r"engine\.[\w-]+", name):
+        return keys[ENGINE_SETTING]
+    if name not in keys or name == ENGINE_SETTING:
         raise ScenarioKeyUnknown(f"there is no key {name!r} here; {nearest(str(name), keys)}")
     return keys[name]
 
@@ -437,7 +486,8 @@ def _shown(value: Any) -> str:
 def parse_flags(flags: str) -> dict[str, Any]:
     """Read ``key=value key=value`` into typed values, as ``Scenario.with_changes`` takes them.
 
-    Words are split as a shell does. A key that takes true or false may stand alone for true. Lists are
+    Words are split as a shell does. A key that takes true or false may stand alone for true. ``engine.KEY=VALUE`` is a
+    setting of the engine, JSON where it can be read so and text elsewhere. Lists are
     separated by commas: ``arrivals=0,5``, ``window_sites=layers.0.*,lm_head``; a range is ``3..9`` or
     ``3,9``; the token ids of several requests are separated by semicolons: ``tokens=1,2,3;4,5``.
 
@@ -453,7 +503,7 @@ def parse_flags(flags: str) -> dict[str, Any]:
         kind = known(name, FLAG_KEYS).kind
         if name in result:
             raise ScenarioFlagError(f"{name} is given twice; keep one of them.")
-        if not equals and kind is not TRUTH:
+        if not equals and kind not in (TRUTH, JSON):
             raise ScenarioFlagError(f"{name} has no value and takes {kind.name}; write {name}=VALUE.")
         try:
             value = kind.read(text) if equals else True
@@ -464,23 +514,35 @@ def parse_flags(flags: str) -> dict[str, Any]:
 
 
 def toml_text(keys: Mapping[str, Any]) -> str:
-    """``keys`` as TOML: plain values and lists first, then a ``[[name]]`` for each table of a list."""
-    plain = {name: value for name, value in keys.items() if not TABLES.check(value)}
-    lines = [f"{name} = {_toml_value(value)}" for name, value in plain.items()]
-    for name, tables in keys.items():
-        if name not in plain:
-            for table in tables:
-                lines += [
-                    "",
-                    f"[[{name}]]",
-                    *(f"{key} = {_toml_value(value)}" for key, value in table.items()),
-                ]
+    """``keys`` as TOML: plain values and lists first, then a ``[name]`` for each table, then a ``[[name]]`` for each table
+    of a list."""
+    plain = [
+        name for name, value in keys.items() if not isinstance(value, Mapping) and not TABLES.check(value)
+    ]
+    lines = _toml_lines({name: keys[name] for name in plain})
+    for name, value in keys.items():
+        if isinstance(value, Mapping):
+            lines += ["", f"[{name}]", *_toml_lines(value)]
+    for name, value in keys.items():
+        if name not in plain and not isinstance(value, Mapping):
+            for table in value:
+                lines += ["", f"[[{name}]]", *_toml_lines(table)]
     return "\n".join(lines) + "\n"
+
+
+def _toml_lines(table: Mapping[str, Any]) -> list[str]:
+    return [f"{_toml_key(name)} = {_toml_value(value)}" for name, value in table.items()]
+
+
+def _toml_key(name: str) -> str:
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else _toml_value(name)
 
 
 def _toml_value(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(map(_toml_value, value)) + "]"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(_toml_lines(value)) + "}"
     # JSON writes strings, finite numbers, true and false as TOML does, but for one control character.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,10 +48,16 @@ from detdiff.scenario.settings import (
     check_name,
 )
 
+MLX = "mlx"
+NEED_A_MODEL = (MLX, "transformers")
+
 
 @dataclass(frozen=True)
 class Scenario:
     """A run, whole. ``force_tokens`` is a trace's directory: a request is fed what it generated there under the same id.
+
+    ``engine`` is an engine's name or ``package.module:factory``, ``engine_settings`` is what it is given, JSON values
+    without null; ``model`` may be "" where the engine has one of its own.
 
     Raises RequestsMissing, RequestIdRepeated, ScenarioConflict and ScenarioRangeError.
     """
@@ -64,9 +70,20 @@ class Scenario:
     speculation: Speculation | None = None
     cache: CachePlan = field(default_factory=CachePlan)
     force_tokens: str | None = None
+    engine: str = MLX
+    # A dictionary has no hash.
+    engine_settings: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        check_name("model", self.model)
+        check_name("engine", self.engine)
+        settings = typed({"engine": {**self.engine_settings, "name": self.engine}}, RUN_KEYS)["engine"]
+        if "name" in self.engine_settings:
+            raise ScenarioConflict(
+                "name is an engine's name, not a setting of it; give that setting another name."
+            )
+        object.__setattr__(self, "engine_settings", {k: v for k, v in settings.items() if k != "name"})
+        if self.model or self.engine in NEED_A_MODEL:
+            check_name("model", self.model)
         if not self.requests:
             raise RequestsMissing("there is no request; give one prompt at least.")
         places: dict[str, int] = {}
@@ -120,11 +137,12 @@ class Scenario:
         return cls.from_dict(_resolved(table, path.parent), where=str(path))
 
     @classmethod
-    def from_flags(cls, model: str, prompts: Sequence[str], flags: str) -> Scenario:
+    def from_flags(cls, model: str | None, prompts: Sequence[str], flags: str) -> Scenario:
         """A scenario without a file: ``prompts`` in order (ids r0, r1, ...), then the flags' ``tokens``.
 
         ``flags`` is text for ``detdiff.scenario.keys.parse_flags``; ``arrivals`` has one number for each
-        request. Raises what ``parse_flags`` and ``from_dict`` raise.
+        request. ``model`` may be None where the engine has one of its own. Raises what ``parse_flags`` and ``from_dict``
+        raise.
         """
         with located("flags"):
             keys = parse_flags(flags)
@@ -132,7 +150,8 @@ class Scenario:
             requests += [{"tokens": tokens} for tokens in keys.pop("tokens", ())]
             if "arrivals" in keys:
                 _set_arrivals(requests, keys.pop("arrivals"))
-        keys = _resolved({"model": model, **keys}, Path())
+            keys = _engine_changed({}, keys, keys)
+        keys = _resolved(keys if model is None else {"model": model, **keys}, Path())
         return cls.from_dict({**keys, "request": requests}, where="flags")
 
     @classmethod
@@ -146,7 +165,7 @@ class Scenario:
             if not isinstance(values, Mapping):
                 raise ScenarioTypeError(f"a {type(values).__name__} is not a table of keys; give one.")
             keys = typed(values, FILE_KEYS)
-            if "model" not in keys:
+            if "model" not in keys and _engine_of(keys)[0] in NEED_A_MODEL:
                 raise ScenarioKeyMissing(
                     'there is no model; add model = "builtin", or a directory or hub id instead of builtin.'
                 )
@@ -165,6 +184,12 @@ class Scenario:
         """The flat keys, fit for JSON, in one order; ``from_dict`` reads them. None is left to a default, but for those
         of speculation, cache and forcing, which stand here where they are used."""
         keys = _written(RUN_KEYS, self)
+        if not self.model:
+            del keys["model"]
+        if self.engine_settings:
+            keys["engine"] = {"name": self.engine, **self.engine_settings}
+        elif self.engine == MLX:
+            del keys["engine"]
         keys["request"] = [_written(REQUEST_KEYS, request) for request in self.requests]
         keys["rule"] = [_written(RULE_KEYS, rule) for rule in self.kernels.rules]
         return {name: value for name, value in keys.items() if value != []}
@@ -180,7 +205,8 @@ class Scenario:
         window when another capture is asked for), so that one file serves for both sides of a comparison. What decides
         numbers (a draft, a quantised cache) never goes so: it is removed by name, or is a conflict.
         A request setting (``max_tokens``, ``seed``, ...) changes in every request, ``chat`` only where the
-        prompt is text. ``arrivals`` has one number for each request. Raises what ``from_dict`` raises.
+        prompt is text. ``arrivals`` has one number for each request. ``engine.KEY`` changes one setting of the engine;
+        another ``engine`` begins without any. Raises what ``from_dict`` raises.
         """
         values = self.to_dict()
         requests = values["request"]
@@ -190,6 +216,7 @@ class Scenario:
             changes = typed({name: value for name, value in keys.items() if value is not None}, CHANGE_KEYS)
             if "arrivals" in keys:
                 _set_arrivals(requests, changes.pop("arrivals", [0] * len(requests)))
+            changes = _engine_changed(values, keys, changes)
         changes = _resolved(changes, Path())
         gone = useless(keys, changes)
         for table in (values, *requests):
@@ -242,6 +269,37 @@ def _resolved(keys: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     }
 
 
+def _engine_of(values: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The name and the settings that flat keys say."""
+    said = values.get("engine", MLX)
+    table = {"name": said} if isinstance(said, str) else {"name": MLX, **said}
+    return table.pop("name"), table
+
+
+def _engine_changed(
+    values: Mapping[str, Any], asked: Iterable[str], changes: Mapping[str, Any]
+) -> dict[str, Any]:
+    """``changes`` with one ``engine`` in the place of all that change ``values``' engine; those that ``changes`` lacks are
+    taken back."""
+    single = [name for name in asked if name.startswith("engine.")]
+    if not single and "engine" not in asked:
+        return dict(changes)
+    if "engine.name" in single:
+        raise ScenarioConflict("engine.name says which engine; write engine=NAME instead.")
+    name, settings = _engine_of(values)
+    if "engine" in asked:
+        other, given = _engine_of(changes)
+        # By its name alone, the engine that is there keeps its settings.
+        keeps = other == name and isinstance(changes.get("engine"), str)
+        name, settings = other, settings if keeps else given
+    for key in single:
+        settings.pop(key.partition(".")[2], None)
+        if key in changes:
+            settings[key.partition(".")[2]] = changes[key]
+    rest = {key: value for key, value in changes.items() if key not in single}
+    return {**rest, "engine": {"name": name, **settings}}
+
+
 def _set_arrivals(requests: Sequence[dict[str, Any]], arrivals: Sequence[int]) -> None:
     if len(arrivals) != len(requests):
         raise ScenarioConflict(
@@ -283,6 +341,7 @@ def _scenario(
     def part(name: str) -> dict[str, Any]:
         return _fields(RUN_KEYS, values, name)
 
+    engine, settings = _engine_of(values)
     if "drafts" in values and "draft" not in values:
         raise ScenarioConflict(
             f"drafts is {values['drafts']} and there is no draft model that could propose them; add draft, or remove drafts."
@@ -294,7 +353,7 @@ def _scenario(
         capture=Capture(**part("capture")),
         speculation=Speculation(**part("speculation")) if "draft" in values else None,
         cache=CachePlan(**part("cache")),
-        **part(""),
+        **{"model": "", **part(""), "engine": engine, "engine_settings": settings},
     )
 
 
