@@ -223,8 +223,8 @@ class RequestAnswer:
         row = int(some[np.argmax(tally.entries[n, some] > 0)])
         return self._done.details.cache_entry(row, tally.cache_sites[n])
 
-    def _carriers(self, rows: Int64) -> Carriers:
-        """What the last compared row, which is the flip's where there is one, could read.
+    def _carriers(self, rows: Int64) -> Carriers | None:
+        """What the last compared row, which is the flip's where there is one, could read; None where no entry is recorded.
 
         Entries written at or before it, of the layers where what that row read differs; of a recurrent state, the last.
         """
@@ -248,6 +248,8 @@ class RequestAnswer:
             count += int(found.sum())
             layers |= {site.layer} if site.layer is not None else set()
             where |= found > 0
+        if not entries:
+            return None
         ranges = _ranges(np.unique(position[where]))
         return Carriers(count, entries, tuple(sorted(layers)), ranges, int(position[last]))
 

@@ -7,7 +7,7 @@ given. Positions count tokens of a request from 0; forwards count model calls of
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from .composition import Composition, PathUse
@@ -347,7 +347,10 @@ class Compared:
 
 @dataclass(frozen=True)
 class Run:
-    """Which run this was. ``model``, ``scenario``, ``environment`` and ``observer`` are the trace's own blocks."""
+    """Which run this was. ``model``, ``scenario``, ``environment`` and ``observer`` are the trace's own blocks.
+
+    ``engine`` is the name of what ran it, and ``lacks`` why something is not in its trace, by what: ``sites``, ``cache``, ...
+    """
 
     trace: str
     complete: bool
@@ -356,6 +359,8 @@ class Run:
     scenario: Mapping[str, Any]
     environment: Mapping[str, Any]
     observer: Mapping[str, Any]
+    engine: str = "mlx"
+    lacks: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -180,6 +180,8 @@ def _run(trace: Trace, forwards: int) -> Run:
         scenario=trace.scenario,
         environment=dict(header["environment"]),
         observer=dict(header["observer"]),
+        engine=engine_of(trace),
+        lacks=lacks(trace),
     )
 
 
@@ -188,7 +190,7 @@ def _notes(runs: Runs, pairing: Pairing, done: Pass, requests: list[RequestDiver
     for trace, run in ((runs.a, "a"), (runs.b, "b")):
         notes += [f"run {run} is incomplete: {problem}" for problem in trace.problems]
         notes += [f"run {run}: {note}" for note in trace.header["notes"]]
-    notes += [*_observed(runs), *_environments(runs)]
+    notes += [*_lacking(runs), *_observed(runs), *_environments(runs)]
     a, b = (trace.header["model"].get("tokenizer_sha256") for trace in (runs.a, runs.b))
     if a is not None and b is not None and a != b:
         notes.append("the tokenizers differ, so token texts may differ where ids do not")
@@ -218,6 +220,30 @@ def _notes(runs: Runs, pairing: Pairing, done: Pass, requests: list[RequestDiver
                 "a flip are compared as long as both runs were fed the same"
             )
     return tuple(notes)
+
+
+def lacks(trace: Trace) -> dict[str, str]:
+    """What the engine could not show in ``trace``, each with the reason."""
+    found = trace.header.get("lacks")
+    return {str(key): str(reason) for key, reason in found.items()} if isinstance(found, dict) else {}
+
+
+def engine_of(trace: Trace) -> str:
+    """The name of the engine that wrote ``trace``."""
+    found = trace.header.get("engine")
+    return str(found.get("name")) if isinstance(found, dict) else "mlx"
+
+
+def _lacking(runs: Runs) -> list[str]:
+    """What a run could not show, said once where it is so for both."""
+    of_a, of_b = lacks(runs.a), lacks(runs.b)
+    found = []
+    for key in dict.fromkeys((*of_a, *of_b)):
+        if of_a.get(key) == of_b.get(key):
+            found.append(f"both runs: {of_a[key]}")
+        else:
+            found += [f"run {run}: {of[key]}" for run, of in (("a", of_a), ("b", of_b)) if key in of]
+    return found
 
 
 def _observed(runs: Runs) -> list[str]:

@@ -50,7 +50,8 @@ class LateRules:
             if not self._ports.sites[place].stateful:
                 yield Found(key & _LOW, place, "changed")
             elif int(self._tally.touched[number, place]) >> 32 >= key >> 32:
-                yield Found(key & _LOW, place, "composite")
+                leaf = not self._ports.sites[place].descendants
+                yield Found(key & _LOW, place, "leaf" if leaf else "composite")
 
     def _pending(self, number: int) -> Iterator[Found]:
         """Births inside a composite in a row whose attention read a difference: its own entry, or an earlier one.

@@ -21,7 +21,9 @@ class CommonSite:
     """A site that both traces list. Port numbers are indices into ``CommonPorts``.
 
     ``whole`` is False where the traces give the site different inputs. ``descendants`` are the sites inside it.
-    ``stateful`` sites carry a recurrent state from row to row, and ``draft`` sites are of the draft model.
+    ``stateful`` sites carry from row to row what is not recorded as cache entries: a recurrent state, or a cache whose class
+    is not known. A difference there is inherited where an earlier row differed at one of the ``before`` sites. ``draft``
+    sites are of the draft model.
     """
 
     site: Site
@@ -32,6 +34,7 @@ class CommonSite:
     whole: bool
     descendants: tuple[int, ...]
     stateful: bool
+    before: tuple[int, ...] = ()
     draft: bool = False
 
     @property
@@ -74,10 +77,14 @@ class CommonPorts:
         inside = _descendants(common)
         drafts = all(isinstance(trace.header.get("draft"), dict) for trace in (a, b))
         stateful = {site.parent for site in common if site.kind == "state"}
+        names_of = {site.name: place for place, site in enumerate(common)}
         sites = []
         index_a = {site.name: n for n, site in enumerate(a.sites)}
         for place, site in enumerate(common):
             other = b.sites[place_b[site.name]]
+            # Attention without ``kv`` reads what earlier rows left in a cache that nobody recorded.
+            blind = site.kind == "attention" and "kv" not in (*site.inputs, *other.inputs)
+            around = names_of.get(site.parent or "") if blind else None
             sites.append(
                 CommonSite(
                     site=site,
@@ -87,7 +94,8 @@ class CommonPorts:
                     outputs=tuple(numbers[site.name, n] for n in site.outputs if (site.name, n) in numbers),
                     whole=set(site.inputs) == set(other.inputs),
                     descendants=tuple(inside[place]),
-                    stateful=site.kind == "recurrent" or site.name in stateful,
+                    stateful=site.kind in ("recurrent", "stateful") or site.name in stateful or blind,
+                    before=(place, *inside[place]) if around is None else tuple(inside[around]),
                     draft=drafts and site.name.startswith("draft."),
                 )
             )

@@ -165,7 +165,7 @@ class Tally:
         self._note_earliest(self.pending[number], judged.pending, key)
         for place, site in enumerate(self._ports.sites):
             if site.stateful:
-                inside = (judged.touched.get(n, 0) for n in (place, *site.descendants))
+                inside = (judged.touched.get(n, 0) for n in site.before)
                 self._note_earliest(self.touched[number], {place: union(inside)}, key)
         for place, mask in judged.origins.items():
             at = np.full(len(rows), place)

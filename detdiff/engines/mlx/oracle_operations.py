@@ -321,6 +321,10 @@ class Gathered:
         """Of one row: its query over the entries that it could see."""
         if len(self._rows) != 1:
             raise OracleRefused("Attention is judged row by row, as each row sees other entries.")
+        if "Chunked" in self._note("kind"):
+            raise OracleRefused(
+                f"{self._site.name} sees one chunk of its cache, and which is up to its mask. Judge the sites around it."
+            )
         last = int(self.positions[0])
         span = range(max(0, last + 1 - (self._window() or last + 1)), last + 1)
         written = self._captured.write_site(self._site.layer, draft=self._site.name.startswith(DRAFT))

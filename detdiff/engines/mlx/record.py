@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -76,7 +76,9 @@ def run(scenario: Scenario, models: Models, begin: Begin, options: RunOptions) -
         seen, lambda logits: _unrecorded(scenario, sessions, _prepared(scenario, models), logits)
     )
     times = {"started": started, "seconds": seconds, "rows": recorder.rows, "forwards": recorder.forwards}
-    more = {} if scenario.speculation is None else {"speculation": counts}
+    more: dict[str, Any] = {} if scenario.speculation is None else {"speculation": counts}
+    if recorder.unrecorded:
+        more["lacks"] = {"cache": unrecorded_caches(recorder.unrecorded)}
     return {"times": times, "observer": observer, **more}
 
 
@@ -109,12 +111,25 @@ def _unrecorded(scenario: Scenario, sessions: Sessions, work: list[Work], on_log
         serve(scenario, sessions, work, lambda *_: None)
 
 
+def unrecorded_caches(classes: Mapping[int, str]) -> str:
+    """Why the cache entries of some layers are not in a trace; ``classes`` has their caches' class by layer."""
+    by_class: dict[str, list[int]] = {}
+    for layer, name in sorted(classes.items()):
+        by_class.setdefault(name, []).append(layer)
+    each = [
+        f"the cache of layer{'s' * (len(layers) > 1)} {', '.join(map(str, layers))} is not recorded: class {name}"
+        for name, layers in by_class.items()
+    ]
+    return "; ".join(each)
+
+
 def _observed(scenario: Scenario, options: RunOptions) -> int:
     """Forwards to check: under speculation so many of the target's, with the draft's before each."""
     return options.observe * (1 if scenario.speculation is None else 1 + scenario.speculation.drafts)
 
 
 def _header(scenario: Scenario, models: Models, work: list[Work], sessions: Sessions) -> dict[str, Any]:
+    unknown = sessions.target.sites.unrecorded
     return {
         **({} if models.draft is None else {"draft": dict(models.draft.identity)}),
         "requests": [
@@ -130,6 +145,7 @@ def _header(scenario: Scenario, models: Models, work: list[Work], sessions: Sess
         ],
         "sites": [site.to_json() for each in sessions.sites.values() for site in each.sites],
         "notes": models.notes(),
+        **({"lacks": {"cache": unrecorded_caches(unknown)}} if unknown else {}),
     }
 
 

@@ -10,11 +10,14 @@ import numpy as np
 
 from detdiff.trace import format_ranges
 
+from .entries import cache_kind
 from .forward import Forward
 
 
 def describe(cache: Sequence[Any]) -> list[dict[str, Any]]:
     """One note per layer: kind, offset and left padding per slot, length; arrays stay MLX arrays for now.
+
+    ``known`` is False where nothing is known of how the cache counts its offset.
 
     Reading an offset here would wait for the forward that is still running, so only left padding, which some
     caches change in place, is copied at once.
@@ -27,11 +30,18 @@ def _note(cache: Any) -> dict[str, Any]:
     if lanes is not None:
         return {
             "kind": type(lanes[0]).__name__,
+            "known": cache_kind(lanes[0]) is not None,
             "offset": [int(lane.offset) for lane in lanes],
             "left_padding": [],
             "length": max(int(lane.offset) for lane in lanes),
         }
-    note: dict[str, Any] = {"kind": type(cache).__name__, "offset": [], "left_padding": [], "length": 0}
+    note: dict[str, Any] = {
+        "kind": type(cache).__name__,
+        "known": cache_kind(cache) is not None,
+        "offset": [],
+        "left_padding": [],
+        "length": 0,
+    }
     offset = getattr(cache, "offset", None)
     if isinstance(offset, mx.array):
         note["offset"] = offset.astype(offset.dtype)
@@ -51,7 +61,7 @@ def summarise(
     """(cache lines, events): layers that say the same share a line; a wrong offset is an event.
 
     The offset of a slot is the position that its column 0 takes, so it must equal the segment's start less its
-    column.
+    column. A cache whose class is not known may count otherwise, and is not checked.
     """
     groups: dict[str, tuple[dict[str, Any], list[int]]] = {}
     events: list[dict[str, Any]] = []
@@ -59,9 +69,10 @@ def summarise(
         offset = note["offset"]
         if isinstance(offset, mx.array):
             offset = [int(o) for o in np.asarray(offset)]
-        line = {**note, "offset": offset, "mask": masks.get(layer, "none")}
+        said = {key: value for key, value in note.items() if key != "known"}
+        line = {**said, "offset": offset, "mask": masks.get(layer, "none")}
         groups.setdefault(repr(line), (line, []))[1].append(layer)
-        for lane, segment in enumerate(forward.segments):
+        for lane, segment in enumerate(forward.segments if note["known"] else ()):
             place = lane if forward.layout == "packed" else segment.slot
             if place < len(offset) and offset[place] != segment.start - segment.column * (
                 forward.layout == "padded"

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import mlx.core as mx
 import numpy as np
+from mlx_lm.models import cache as caches
 from numpy.typing import NDArray
 
 from detdiff.trace import head_weight, position_weight
@@ -21,6 +22,33 @@ UInt64 = NDArray[np.uint64]
 Int64 = NDArray[np.int64]
 
 EVERYTHING = 1 << 40
+
+_KNOWN: Final[tuple[type, ...]] = (
+    caches.KVCache,
+    caches.QuantizedKVCache,
+    caches.RotatingKVCache,
+    caches.ChunkedKVCache,
+    caches.ConcatenateKVCache,
+    caches.BatchKVCache,
+    caches.BatchRotatingKVCache,
+)
+"""Classes of which it is known what they give back: every entry, or those of a window or a chunk."""
+
+
+def cache_kind(cache: Any) -> type | None:
+    """The class of mlx-lm's that ``cache`` behaves as; None where nothing is known of what it gives back.
+
+    A subclass that writes, masks or trims in a way of its own may evict or compress, and nothing is presumed of it.
+    """
+    cls = type(cache)
+    if cls.__module__.partition(".")[0] == "detdiff":
+        return next((kind for kind in _KNOWN if issubclass(cls, kind)), _KNOWN[0])
+    for kind in _KNOWN:
+        if issubclass(cls, kind):
+            ways = ("update_and_fetch", "make_mask", "trim")
+            alike = all(getattr(cls, way, None) is getattr(kind, way, None) for way in ways)
+            return kind if alike else None
+    return None
 
 
 @dataclass(frozen=True)
@@ -61,6 +89,19 @@ def physical_places(call: CacheCall, length: int, segment: Segment) -> tuple[int
         return oldest, temporal
     index, _, size = call.ring
     return oldest, keep + (index - keep + temporal - keep) % (size - keep)
+
+
+def _alike_rows(call: CacheCall, low: int, segment: Segment) -> list[tuple[int, int, int]]:
+    """(first position that they see, first row, rows) of rows of a segment that see entries from one place on."""
+    end = segment.start + segment.count
+    if call.chunk is None:
+        return [(low, segment.start, segment.count)]
+    size = call.chunk
+    starts = [segment.start, *range((segment.start // size + 1) * size, end, size)]
+    return [
+        (max(low, start // size * size), start, stop - start)
+        for start, stop in zip(starts, [*starts[1:], end], strict=True)
+    ]
 
 
 class Ledgers:
@@ -130,10 +171,17 @@ class Ledgers:
                 self._parts[segment.request, call.key] = len(kinds)
                 ledger[low : segment.start] = held[physical[: segment.start - low]]
             ledger[segment.start : end] = held[physical[segment.start - low :]]
-            span = (low, segment.start, segment.count, call.window or EVERYTHING)
-            written, read, changed, total = fold_entries(
-                found, physical, span, (self._weights, weights), ledger
-            )
+            sums: list[tuple[UInt64, UInt64]] = []
+            changed: list[tuple[int, int]] = []
+            total = 0
+            for first, start, count in _alike_rows(call, low, segment):
+                where = physical[first - low : start + count - low]
+                span = (first, start, count, call.window or EVERYTHING)
+                *both, differ, number = fold_entries(found, where, span, (self._weights, weights), ledger)
+                sums.append((both[0], both[1]))
+                changed += [(int(p), int(h)) for p, h in differ]
+                total += number
+            written, read = (np.concatenate([each[i] for each in sums]) for i in range(2))
             pieces.append((ledger[segment.start : end].copy(), written, read))
             rows.append(np.arange(offsets[lane], offsets[lane + 1]))
             places.append(physical[segment.start - low :])
@@ -144,7 +192,7 @@ class Ledgers:
                     "layer": call.layer,
                     "entry": names[h].partition(".")[0],
                     "head": int(names[h].partition(".")[2]),
-                    "position": int(p),
+                    "position": p,
                 }
                 for p, h in changed
             ]
@@ -203,11 +251,13 @@ def cache_call(
     columns: int,
     lanes: tuple[tuple[int, ...], tuple[int, ...], bool],
 ) -> CacheCall | None:
-    """Describe one ``update_and_fetch`` right after it happened; None where the entries cannot be addressed.
+    """Describe one ``update_and_fetch`` right after it happened; None where the entries cannot be addressed, as in a
+    cache whose class is not known.
 
     ``lanes`` are (segments, slots, own) as in CacheCall.
     """
-    parts = _parts(*result)
+    kind = cache_kind(cache)
+    parts = None if kind is None else entry_parts(result)
     if parts is None:
         return None
     own = _parts(getattr(cache, "keys", None), getattr(cache, "values", None)) or []
@@ -216,21 +266,37 @@ def cache_call(
         for (_, a), (_, b) in zip(own, parts, strict=True)
     )
     stored = tuple(array for _, array in own) if fits else ()
-    name = type(cache).__name__
     length = parts[0][1].shape[2]
     ring: tuple[int, int, int] | None = None
     window: int | None = None
-    if name == "RotatingKVCache":
+    if kind is caches.RotatingKVCache:
         window = cache.max_size
         if columns == 1 and cache.offset > length:
             ring = (cache._idx, cache.keep, length)
-    elif name == "BatchRotatingKVCache":
+    elif kind is caches.BatchRotatingKVCache:
         window = cache.max_size
         if columns == 1 and cache.rotated:
             ring = (cache._idx, 0, length)
+    chunk = cache.chunk_size if kind is caches.ChunkedKVCache else None
     return CacheCall(
-        key, layer, tuple(parts), lanes[0], lanes[1], columns, ring, window, lanes[2], stored=stored
+        key,
+        layer,
+        tuple(parts),
+        lanes[0],
+        lanes[1],
+        columns,
+        ring,
+        window,
+        lanes[2],
+        chunk=chunk,
+        stored=stored,
     )
+
+
+def entry_parts(result: Any) -> list[tuple[str, mx.array]] | None:
+    """The arrays of what an ``update_and_fetch`` returned; None unless they are keys and values by position."""
+    pair = isinstance(result, tuple | list) and len(result) == 2
+    return _parts(*result) if pair else None
 
 
 def _parts(keys: Any, values: Any) -> list[tuple[str, mx.array]] | None:

@@ -103,7 +103,7 @@ class CacheCall:
     (a quantised cache has several parts a kind); ``segments`` are the forward's segments it served and ``slots``
     where each lies; ``columns`` how many columns were written; ``ring`` is (write index after the update, slots
     kept in front, ring length) where the returned order is a ring's, else None; ``window`` is how many
-    positions a row sees; ``own`` says that the cache holds one request only, whatever column of the forward its
+    positions a row sees, ``chunk`` that it sees those of its own chunk of so many; ``own`` says that the cache holds one request only, whatever column of the forward its
     rows came from. ``device`` holds digests uint64 [slots, T, heads] where MLX computed them. ``stored`` are the cache's own arrays
     in the order of ``parts``, at least as long; empty where the cache does not show them.
     """
@@ -117,6 +117,7 @@ class CacheCall:
     ring: tuple[int, int, int] | None
     window: int | None
     own: bool
+    chunk: int | None = None
     device: list[mx.array] = field(default_factory=list)
     stored: tuple[mx.array, ...] = ()
 

@@ -91,6 +91,8 @@ class Recorder:
         self._texts: set[int] = set()
         self._tokens = _Tokens()
         self._eager = False
+        self.unrecorded: dict[int, str] = dict(sites.unrecorded)
+        """The class of the cache of each layer of the target whose entries are not recorded."""
         self.forwards = 0
         self.rows = 0
 
@@ -149,6 +151,8 @@ class Recorder:
             found = cache_call(key, layer, result, cache, columns, (lanes, slots, packed))
             if found is not None:
                 record.caches.append(found)
+            elif record.forward.model == TARGET:
+                self.unrecorded.setdefault(layer, type(cache).__name__)
 
     def mask(self, layer: int | None, kind: str) -> None:
         if self._record is not None and layer is not None:

@@ -14,13 +14,14 @@ from detdiff.errors import LayoutError
 from detdiff.scenario import KernelPlan
 
 from .buffers import handle
+from .entries import cache_kind, entry_parts
 from .experts import ExpertOrder
 from .forward import Forward
 from .operations import Operations
 from .paths import Place, Taken
 from .plant import Plant, Planter
 from .roles import Attend, Packing, Recording, Sink, Steering
-from .sites import Arrays, SiteMap, discover, walk
+from .sites import Arrays, Discovery, SiteMap, discover, walk
 from .taps import tapped, tapped_top
 from .weights import StagedWeights
 
@@ -297,6 +298,8 @@ class Session:
         finally:
             self._stack.pop()
         self._states(key, (*args, *kw.values()))
+        if isinstance(self._sink, Discovery):
+            self._sink.given(key, (*args, *kw.values()))
         first = result[0] if isinstance(result, tuple) and result else result
         if isinstance(first, mx.array):
             planted = self._planted(key, "out", first)
@@ -320,6 +323,8 @@ class Session:
                 states = [(str(i), s) for i, s in enumerate(cache.cache) if isinstance(s, mx.array)]
                 key = self._key(f"{inside.partition('#')[0]}.state")
                 self._sink.site(key, "state", [], states, inside)
+                if isinstance(self._sink, Discovery):
+                    self._sink.recorded(cache)
 
     def attention(self, native: Callable[..., Any], args: Any, kw: Any) -> Any:
         if not self._active:
@@ -379,6 +384,11 @@ class Session:
         if self.recording is not None and self.forward is not None:
             self.recording.cache_call(key, keys, values, calls)
             return
+        known = all(cache_kind(cache) and entry_parts(result) for cache, result in calls)
+        if not known or not isinstance(self._sink, Discovery):
+            return
+        for cache, _ in calls:
+            self._sink.recorded(cache)
         given = [("k", keys), ("v", values)]
         self._sink.site(f"{key}.write", "cache_write", given, given, self._inside)
         self._sink.site(f"{key}.read", "cache_read", [], [], self._inside)

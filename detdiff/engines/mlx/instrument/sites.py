@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import CacheList, make_prompt_cache
 
 from detdiff.errors import LayoutError
 from detdiff.trace import Site
@@ -89,7 +89,8 @@ class SiteMap:
     ``index`` maps a tap's key to its site; ``ports`` maps (key, port name) to a port index, and ``axes`` that
     index to the row axis of its array; ``bytes_per_row`` is what one row of all ports takes; ``head`` is the key of
     the output projection, ``norm`` that of the norm before it, ``blocks`` those of the layers; ``cache_layers`` maps
-    the key of a cache write to its layer. ``first_site`` and ``first_port`` are their numbers in a trace of several
+    the key of a cache write to its layer; ``unrecorded`` has the class of the cache of each layer whose entries cannot
+    be recorded. ``first_site`` and ``first_port`` are their numbers in a trace of several
     models.
     """
 
@@ -102,6 +103,7 @@ class SiteMap:
     cache_layers: dict[str, int] = field(default_factory=dict)
     blocks: tuple[str, ...] = ()
     norm: str | None = None
+    unrecorded: dict[int, str] = field(default_factory=dict)
     first_site: int = 0
     first_port: int = 0
 
@@ -123,13 +125,47 @@ class SiteMap:
 
 
 class Discovery:
-    """A sink for taps that only remembers what was called, in order of completion."""
+    """A sink for taps that only remembers what was called, in order of completion, and what became of the caches."""
 
-    def __init__(self) -> None:
+    def __init__(self, caches: Sequence[Any]) -> None:
         self.calls: list[Found] = []
+        self._caches = [(n, part) for n, cache in enumerate(caches) for part in _parts_of(cache)]
+        self._given: dict[int, str] = {}
+        self._recorded: set[int] = set()
+
+    def given(self, key: str, arguments: Sequence[Any]) -> None:
+        """The module ``key`` is done, which had these arguments: the innermost one is a cache's."""
+        mine = {id(part) for argument in arguments for part in _parts_of(argument)}
+        for _, cache in self._caches:
+            if id(cache) in mine:
+                self._given.setdefault(id(cache), key)
+
+    def recorded(self, cache: Any) -> None:
+        """What this cache holds is recorded."""
+        self._recorded.add(id(cache))
+
+    def unrecorded(self) -> Iterator[tuple[int, str | None, str]]:
+        """(layer, key of the module that was given the cache, class) of each cache in use that is not recorded."""
+        for n, cache in self._caches:
+            if cache is None or id(cache) in self._recorded or _untouched(cache):
+                continue
+            key = self._given.get(id(cache))
+            layer = None if key is None else layer_of(key)
+            yield n if layer is None else layer, key, type(cache).__name__
 
     def site(self, key: str, kind: str, inputs: Arrays, outputs: Arrays, parent: str | None) -> None:
         self.calls.append(Found(key, kind, inputs, outputs, parent))
+
+
+def _parts_of(cache: Any) -> tuple[Any, ...]:
+    """A cache, or the caches that it is a list of."""
+    return tuple(cache.caches) if isinstance(cache, CacheList) else (cache,)
+
+
+def _untouched(cache: Any) -> bool:
+    """Whether a cache of mlx-lm's own holds nothing, as where a layer has no use for it."""
+    ours = type(cache).__module__ == CacheList.__module__
+    return ours and bool(cache.empty())
 
 
 def probe_length(model: Module) -> int:
@@ -165,24 +201,32 @@ def discover(model: Module, install: Callable[[Any], Any]) -> SiteMap:
     is not logits of shape [1, rows, vocabulary].
     """
     length = probe_length(model)
-    sink = Discovery()
+    caches = make_prompt_cache(model)
+    sink = Discovery(caches)
     tokens = mx.zeros((1, length), mx.int32)
     with install(sink):
-        logits = model(tokens, cache=make_prompt_cache(model))
+        logits = model(tokens, cache=caches)
     if not isinstance(logits, mx.array) or logits.ndim != 3 or logits.shape[1] != length:
         raise LayoutError(
             f"The model {type(model).__module__}.{type(model).__name__} returned "
             f"{getattr(logits, 'shape', type(logits).__name__)} for {length} tokens; expected logits of shape "
             f"[1, {length}, vocabulary]. Only language models in mlx-lm's form can be traced."
         )
-    return _site_map(sink.calls, logits, length)
+    return _site_map(sink.calls, logits, length, tuple(sink.unrecorded()))
 
 
 def _row_axis(array: mx.array, length: int) -> int | None:
     return next((axis for axis in (1, 2) if array.ndim > axis and array.shape[axis] == length), None)
 
 
-def _site_map(calls: list[Found], logits: mx.array, length: int) -> SiteMap:
+def _site_map(
+    calls: list[Found],
+    logits: mx.array,
+    length: int,
+    unrecorded: tuple[tuple[int, str | None, str], ...],
+) -> SiteMap:
+    remembering = {key for _, key, _ in unrecorded}
+    unknown = {layer: name for layer, _, name in unrecorded}
     parents = {call.key: call.parent for call in calls}
     calls = [call for call in calls if _keep_ports(call, length)]
     head = next(
@@ -210,6 +254,8 @@ def _site_map(calls: list[Found], logits: mx.array, length: int) -> SiteMap:
         if kind == "composite":
             if re.fullmatch(r"(?:.*\.)?(?:layers|h|blocks)\.\d+(?:#\d+)?", call.key):
                 kind = "block"
+            elif call.key in remembering:
+                kind = "stateful"
             elif call.key in recurrent_parents:
                 kind = "recurrent"
             elif call.key in attention_parents:
@@ -224,8 +270,8 @@ def _site_map(calls: list[Found], logits: mx.array, length: int) -> SiteMap:
         while parent is not None and parent not in kept:
             parent = parents.get(parent)
         inputs, outputs = call.inputs, call.outputs
-        extra_in = ("kv",) if kind == "attention" else ()
         layer = layer_of(call.key)
+        extra_in = ("kv",) if kind == "attention" and layer not in unknown else ()
         in_names: tuple[str, ...]
         out_names: tuple[str, ...]
         if kind == "cache_read":
@@ -268,6 +314,7 @@ def _site_map(calls: list[Found], logits: mx.array, length: int) -> SiteMap:
         {key: sites[i].layer or 0 for key, i in index.items() if sites[i].kind == "cache_write"},
         blocks,
         norms[-1] if norms else None,
+        unknown,
     )
 
 

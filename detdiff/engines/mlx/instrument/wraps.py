@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from mlx_lm.models.cache import BatchRotatingKVCache, RotatingKVCache
+
 from detdiff.trace import format_ranges
 
+from .entries import cache_kind
 from .forward import Forward
 
-_ROTATING = ("RotatingKVCache", "BatchRotatingKVCache")
+_ROTATING = (RotatingKVCache, BatchRotatingKVCache)
 
 
 def wraps(forward: Forward, cache: Sequence[Any]) -> Iterator[dict[str, Any]]:
@@ -20,7 +23,7 @@ def wraps(forward: Forward, cache: Sequence[Any]) -> Iterator[dict[str, Any]]:
     windows: dict[int, list[int]] = {}
     for layer, entry in enumerate(cache):
         held = entry.lanes[0] if hasattr(entry, "lanes") else entry
-        if type(held).__name__ in _ROTATING:
+        if cache_kind(held) in _ROTATING:
             windows.setdefault(int(held.max_size), []).append(layer)
     for window, layers in windows.items():
         for segment in forward.segments:
