@@ -91,7 +91,8 @@ definitions above; and, or, not, comparisons, `in (64, 128)`, + - * // %, `a if 
 up), npow2(a) (the power of two not below a) and even_split(a, unit, most) (the largest count up to `most` of equal parts of a
 that are multiples of unit). A version is compared with a text: `version >= "0.32.1"`.
 
-A profile is checked when it is read: keys, expressions, kernels, rules that earlier ones leave nothing to, and rules that
+A profile is checked when it is read: keys, expressions, kernels, and rules that one above them contains. The shipped ones
+pass a lint as well, `python tests/profile_lint.py FILE`: no rule that earlier ones together leave nothing to, and none that
 cross, so that each can be read alone: of two rules that take a call in common and name different kernels, one has to contain
 the other. Whether they do is found out on a few thousand calls, drawn near the constants of the conditions.
 

@@ -193,6 +193,11 @@ class Range:
     def __contains__(self, size: int) -> bool:
         return self.low <= size and (self.high is None or size <= self.high)
 
+    def contains(self, other: Range) -> bool:
+        return other.low in self and (
+            self.high is None or (other.high is not None and other.high <= self.high)
+        )
+
     def __str__(self) -> str:
         if self.high is None:
             return f"{self.low}.."
@@ -266,6 +271,20 @@ class Rule:
             and (self.when is None or bool(self.when.value(call.names() if names is None else names)))
         )
 
+    def contains(self, other: Rule) -> bool:
+        """Whether this takes every call that ``other`` takes, as far as sizes and names say: an expression contains
+        itself and nothing else."""
+        return (
+            self.op >= other.op
+            and self.whole in (None, other.whole)
+            and all(limits.contains(getattr(other, size)) for size, limits in self.ranges)
+            and _holds(self.dtype, other.dtype)
+            and _holds(self.bits, other.bits)
+            and _holds(self.format, other.format)
+            and _holds(self.mask, other.mask)
+            and (self.when is None or (other.when is not None and self.when.text == other.when.text))
+        )
+
     @property
     def condition(self) -> str:
         """The conditions in words, without the operation, which whoever reads this knows."""
@@ -303,6 +322,13 @@ class Rule:
         if self.whole is not None:
             parts.append(f"whole groups of {self.whole} rows")
         return ", ".join(parts) or "any shape"
+
+
+def _holds(mine: frozenset[Any] | None, other: frozenset[Any] | None) -> bool:
+    """Whether one condition's names, or widths, hold all of another's."""
+    if mine is None or other is None:
+        return mine is None
+    return all(one in mine or (QUANTISED in mine and one is not None) for one in other)
 
 
 @dataclass(frozen=True)

@@ -54,10 +54,6 @@ class UnreachableRule(ProfileError):
     """An earlier rule takes every call that a later one could take."""
 
 
-class OverlappingRules(ProfileError):
-    """Two rules of different kernels cross: each takes calls that the other does not, and both take some."""
-
-
 class BadExpression(ProfileError):
     """A condition or definition is not in the small language of profiles; the message names the place."""
 

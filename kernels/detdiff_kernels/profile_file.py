@@ -47,11 +47,12 @@ from .errors import (
     UnknownKernel,
     UnknownKey,
     UnknownProfile,
+    UnreachableRule,
     UnreadableProfile,
     nearest,
 )
 from .library import kernel_names
-from .profile_checks import DTYPES, check_rules
+from .rounding import DTYPES
 
 _RANGE = re.compile(r"(\d+)(\.\.(\d+)?)?")
 
@@ -163,8 +164,18 @@ def parse_profile(text: str, where: str, kernels: tuple[str, ...]) -> Profile:
     rules = tuple(
         _rule(table, scope, kernels, f"{where}, rule {number}") for number, table in enumerate(found, 1)
     )
-    check_rules(rules, parameters, where)
+    _check_reached(rules, where)
     return Profile(name, backend, note, rules, parameters, bind(parameters, {}, name), scope, entries)
+
+
+def _check_reached(rules: tuple[Rule, ...], where: str) -> None:
+    for place, rule in enumerate(rules, 1):
+        for above, earlier in enumerate(rules[: place - 1], 1):
+            if earlier.contains(rule):
+                raise UnreachableRule(
+                    f"{where}, rule {place} ({rule.condition} -> {rule.kernel}) can never be reached: rule {above} "
+                    f"({earlier.condition}) takes all its calls. Move it up, or remove it."
+                )
 
 
 def _parameters(data: Any, where: str) -> tuple[Parameter, ...]:

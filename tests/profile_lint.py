@@ -1,4 +1,7 @@
-"""Finds rules of a profile that can never be reached, or that cross one another, on sampled calls.
+"""A lint of profile files: rules that can never be reached, or that cross one another, on sampled calls.
+
+Run it over files of your own: `python tests/profile_lint.py FILE...`. Loading a profile refuses only a rule that one above
+it contains.
 
 Conditions can only change their answer near the constants they hold, so calls are drawn from those constants, their
 neighbours and multiples; the draws are the same every time.
@@ -6,17 +9,20 @@ neighbours and multiples; the draws are the same every time.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from pathlib import Path
 from random import Random
 from typing import Any
 
-from .condition import Expression, version_of
-from .dispatch import MASKS, QUANTISED, Call, Parameter, Range, Rule, shown
-from .errors import OverlappingRules, UnreachableRule
+from detdiff_kernels import load_profile
+from detdiff_kernels.condition import Expression, version_of
+from detdiff_kernels.dispatch import MASKS, QUANTISED, Call, Parameter, Range, Rule, shown
+from detdiff_kernels.errors import ProfileError, UnreachableRule
+from detdiff_kernels.rounding import DTYPES
 
-DTYPES = ("float32", "float16", "bfloat16")
 _WIDTHS = (None, 2, 3, 4, 5, 6, 8)
 _FIELDS = {"m": "rows", "l": "second_last", "q": "query", "kv": "keys", "d": "head_dim"}
 _SIZES = ("m", "l", "k", "n", "group_size", "q", "kv", "d", "gqa", "kv_heads", "batch", "experts")
@@ -25,6 +31,10 @@ _USUAL = {"k": (64, 1024), "n": (64, 1024), "d": (64,), "q": (1, 16), "kv": (1, 
 _DRAWS, _MORE = 150, 4000
 
 Values = dict[str, list[Any]]
+
+
+class OverlappingRules(ProfileError):
+    """Two rules of different kernels cross: each takes calls that the other does not, and both take some."""
 
 
 @dataclass(frozen=True)
@@ -216,3 +226,13 @@ def _edges(limits: Range) -> set[int]:
 def _around(number: int) -> set[int]:
     """The sizes at which a comparison with ``number``, or with a multiple of it, may change."""
     return {size for size in (number - 1, number, number + 1, 2 * number, 2 * number + 1) if size > 0}
+
+
+def main() -> None:
+    for name in sys.argv[1:]:
+        found = load_profile(Path(name))
+        check_rules(found.rules, found.parameters, f"Profile {name}")
+
+
+if __name__ == "__main__":
+    main()
