@@ -17,7 +17,7 @@ from mlx_lm.generate import BatchGenerator, generate_step
 
 from detdiff.engines.mlx.model import LoadedModel
 from detdiff.engines.mlx.record import RecordOptions, record
-from detdiff.engines.mlx.work import prepare
+from detdiff.engines.mlx.requests import prepare
 
 from .decoding import SKIPPED, Clock, scenario, untapped
 from .paired import alternate, ratio, spread

@@ -10,10 +10,10 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
-from detdiff.engines.mlx.instrument import Session
 from detdiff.engines.mlx.model import LoadedModel
 from detdiff.engines.mlx.padded import PaddedComposer, PaddedRun, run_padded
-from detdiff.engines.mlx.work import prepare
+from detdiff.engines.mlx.requests import prepare
+from detdiff.engines.mlx.taps.session import Session
 from detdiff.scenario import Scenario
 
 SKIPPED = 4  # the first steps: they carry the digests of the prefill

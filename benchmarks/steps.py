@@ -10,8 +10,8 @@ from functools import partial
 from statistics import median
 from typing import Any
 
-from detdiff.engines.mlx.instrument import Session
-from detdiff.engines.mlx.instrument.weights import StagedWeights
+from detdiff.engines.mlx.taps.kernel_plan import StagedWeights
+from detdiff.engines.mlx.taps.session import Session
 
 from .decoding import scenario, untapped
 from .paired import alternate, ratio, spread

@@ -10,8 +10,8 @@ from typing import Any
 from runs import model
 
 from detdiff.compare import compare
-from detdiff.engines.mlx.instrument import Plant
 from detdiff.engines.mlx.record import RecordOptions, record
+from detdiff.engines.mlx.taps.faults import Plant
 from detdiff.explain.case import Case
 from detdiff.explain.control import Control
 from detdiff.explain.controls import CONTROLS

@@ -15,10 +15,10 @@ from mlx_lm.models import mamba2
 from numpy.typing import NDArray
 from tiny import CONFIGS, PACKABLE, VOCAB, TinyTokenizer, tiny
 
-from detdiff.engines.mlx.instrument.buffers import memory
-from detdiff.engines.mlx.instrument.forward import Forward
 from detdiff.engines.mlx.model import LoadedModel
 from detdiff.engines.mlx.record import RecordOptions, record
+from detdiff.engines.mlx.taps.arrays import memory
+from detdiff.engines.mlx.taps.forward import Forward
 from detdiff.scenario import Scenario
 from detdiff.trace import Trace
 

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from detdiff.compare import Divergence, RequestDivergence, compare
-from detdiff.engines.mlx.instrument import Plant
 from detdiff.engines.mlx.model import LoadedModel
 from detdiff.engines.mlx.record import RecordOptions, record
 from detdiff.engines.mlx.serve import Models
+from detdiff.engines.mlx.taps.faults import Plant
 from detdiff.errors import ReplayError
 from detdiff.scenario import Scenario
 from detdiff.trace import Trace

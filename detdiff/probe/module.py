@@ -11,8 +11,8 @@ from mlx.nn.layers.base import Module
 from mlx.nn.layers.linear import Linear
 from mlx.nn.layers.quantized import QuantizedLinear
 
-from detdiff.engines.mlx.instrument.operations import Operations
-from detdiff.engines.mlx.instrument.paths import NATIVE, Place
+from detdiff.engines.mlx.taps.kernel_plan import NATIVE, Place
+from detdiff.engines.mlx.taps.operations import Operations
 from detdiff.errors import KernelPlanError, ProbeBackendUnusable, ScenarioRangeError
 from detdiff.scenario import KernelPlan, PathRule
 from detdiff.trace import Site

@@ -8,9 +8,9 @@ from difflib import get_close_matches
 
 from mlx.nn.layers.base import Module
 
-from detdiff.engines.mlx.instrument import Session
-from detdiff.engines.mlx.instrument.sites import walk
 from detdiff.engines.mlx.model import LoadedModel
+from detdiff.engines.mlx.taps.session import Session
+from detdiff.engines.mlx.taps.sites import walk
 from detdiff.errors import ProbeSiteUnknown
 
 from .linear import Shape

@@ -10,8 +10,8 @@ from runs import ARCHITECTURES, PACKABLE, Runs, events, model
 from tiny import FORMATS, VOCAB
 
 from detdiff.compare import compare
-from detdiff.engines.mlx.instrument import Plant
 from detdiff.engines.mlx.record import RecordOptions
+from detdiff.engines.mlx.taps.faults import Plant
 from detdiff.scenario import Scenario
 
 SEEDS = 20

@@ -11,8 +11,8 @@ from mlx_lm.models.cache import BatchKVCache
 from runs import Runs, events, model, scenario
 
 from detdiff.compare import compare
-from detdiff.engines.mlx.instrument.forward import Forward
-from detdiff.engines.mlx.instrument.recorder import Recorder
+from detdiff.engines.mlx.taps.forward import Forward
+from detdiff.engines.mlx.taps.recorder import Recorder
 from detdiff.scenario import Scenario
 
 Edit = Callable[[Forward, Sequence[Any]], None]

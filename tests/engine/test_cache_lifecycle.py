@@ -15,8 +15,8 @@ from runs import Runs, model, scenario
 from tiny import tiny
 
 from detdiff.compare import Divergence, compare
+from detdiff.engines.mlx.cache_events import Owners, watched
 from detdiff.engines.mlx.caches import RequestCaches
-from detdiff.engines.mlx.lifecycle import Owners, watched
 from detdiff.engines.mlx.record import RecordOptions
 from detdiff.report import divergence_text
 from detdiff.scenario import Scenario
@@ -278,7 +278,7 @@ def test_a_cache_quantised_from_another_position_is_found_with_its_chunk(runs: R
 
 
 def test_a_quantised_entry_that_changes_is_still_found(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
-    from detdiff.engines.mlx.instrument.recorder import Recorder
+    from detdiff.engines.mlx.taps.recorder import Recorder
 
     native = Recorder.begin
 

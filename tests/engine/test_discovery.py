@@ -12,9 +12,10 @@ import pytest
 from tiny import CONFIGS, TinyTokenizer
 
 from detdiff.compare import compare
-from detdiff.engines.mlx.instrument import Plant, Session
 from detdiff.engines.mlx.model import LoadedModel
 from detdiff.engines.mlx.record import RecordOptions, record
+from detdiff.engines.mlx.taps.faults import Plant
+from detdiff.engines.mlx.taps.session import Session
 from detdiff.scenario import Scenario
 
 

@@ -11,8 +11,8 @@ from runs import QUIET, Runs, digests, model, prompts, scenario
 from tiny import tiny
 
 from detdiff.compare import compare
-from detdiff.engines.mlx.instrument import Plant
 from detdiff.engines.mlx.record import RecordOptions
+from detdiff.engines.mlx.taps.faults import Plant
 from detdiff.errors import ForcedTokensMissing
 from detdiff.report import divergence_text
 from detdiff.scenario import Scenario

@@ -11,8 +11,8 @@ import pytest
 from runs import ARCHITECTURES, PACKABLE, Runs, content, digests, loaded, model, scenario, values
 from toy_models import Toy
 
-from detdiff.engines.mlx.instrument.topk import top
 from detdiff.engines.mlx.record import record
+from detdiff.engines.mlx.taps.arrays import top
 from detdiff.errors import LayoutError
 from detdiff.trace import Lens, Trace
 

@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 from runs import ARCHITECTURES, PACKABLE, Runs, bits, model, scenario, values
 from tiny import FORMATS
 
-from detdiff.engines.mlx.instrument import Session
-from detdiff.engines.mlx.instrument.forward import Forward, RowTable
-from detdiff.engines.mlx.instrument.recorder import Recorder
 from detdiff.engines.mlx.record import RecordOptions, generate
+from detdiff.engines.mlx.taps.forward import Forward, RowTable
+from detdiff.engines.mlx.taps.recorder import Recorder
+from detdiff.engines.mlx.taps.session import Session
 from detdiff.scenario import Scenario
 
 LOGITS: dict[str, Any] = {"capture": "window", "window_sites": ["logits"]}

@@ -16,9 +16,7 @@ from tiny import PACKABLE, tiny
 
 from detdiff.compare import Divergence, compare
 from detdiff.engines.mlx import caches
-from detdiff.engines.mlx.caches import RequestCaches
-from detdiff.engines.mlx.pages import PagedCache, PagePool, PageTable
-from detdiff.engines.mlx.prefix import Donor
+from detdiff.engines.mlx.caches import Donor, PagedCache, PagePool, PageTable, RequestCaches
 from detdiff.engines.mlx.record import RecordOptions
 from detdiff.errors import LayoutError
 from detdiff.scenario import CachePlan, Scenario

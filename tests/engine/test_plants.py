@@ -10,8 +10,8 @@ from plant_trials import SUITES, Trials
 from runs import Runs, model, scenario
 
 from detdiff.compare import compare
-from detdiff.engines.mlx.instrument import Plant
 from detdiff.engines.mlx.record import RecordOptions
+from detdiff.engines.mlx.taps.faults import Plant
 
 SAMPLE = 40
 

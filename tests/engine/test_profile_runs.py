@@ -12,8 +12,8 @@ from runs import Runs, model, scenario
 from tiny import FORMATS
 
 from detdiff.compare import compare
-from detdiff.engines.mlx.instrument import Plant
 from detdiff.engines.mlx.record import RecordOptions
+from detdiff.engines.mlx.taps.faults import Plant
 from detdiff.trace import Trace
 
 KINDS = ("linear", "head", "switch", "attention")

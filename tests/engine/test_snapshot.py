@@ -10,11 +10,10 @@ from numpy.typing import NDArray
 from runs import bits, model, scenario
 from test_speculation import drafting
 
-from detdiff.engines.mlx.instrument.forward import Forward
-from detdiff.engines.mlx.packed import PackedEngine
+from detdiff.engines.mlx.packed import PackedEngine, Snapshot, StopRun
+from detdiff.engines.mlx.requests import Work, prepare
 from detdiff.engines.mlx.serve import Models, Sessions, packed_engine
-from detdiff.engines.mlx.snapshot import Snapshot, StopRun
-from detdiff.engines.mlx.work import Work, prepare
+from detdiff.engines.mlx.taps.forward import Forward
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": ("llama", {"prefill_chunk": 5}),

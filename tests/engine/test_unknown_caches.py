@@ -13,8 +13,8 @@ from toy_models import Attention
 
 from detdiff.compare import compare
 from detdiff.engines.base import RunOptions
-from detdiff.engines.mlx.instrument import Plant
 from detdiff.engines.mlx.model import LoadedModel
+from detdiff.engines.mlx.taps.faults import Plant
 from detdiff.explain import explain
 from detdiff.trace import Trace
 

@@ -17,7 +17,7 @@ from mlx_lm.models import rope_utils
 from mlx_lm.models.activations import precise_swiglu
 from operands import BITS, DTYPES, MX, Float64, given, read, rows, weights, widened
 
-from detdiff.engines.mlx.instrument.weights import weight_of
+from detdiff.engines.mlx.taps.kernel_plan import weight_of
 from detdiff.errors import OracleRefused
 from detdiff.explain.arithmetic import Arithmetic
 from detdiff.explain.attention_bound import AttentionOperation

@@ -13,9 +13,9 @@ from mlx.utils import tree_flatten
 from runs import Runs, model, scenario
 from tiny import tiny
 
-from detdiff.engines.mlx.instrument import Plant
 from detdiff.engines.mlx.model import LoadedModel
 from detdiff.engines.mlx.record import RecordOptions
+from detdiff.engines.mlx.taps.faults import Plant
 from detdiff.errors import ReplayError
 from detdiff.explain.case import Case
 from detdiff.explain.control import Budget

@@ -10,9 +10,9 @@ from mlx_lm.models.cache import BatchKVCache, KVCache, QuantizedKVCache, Rotatin
 from runs import Runs, model, scenario
 
 from detdiff.engines.mlx.cache_patches import Entry, differing, grafted, held, put
-from detdiff.engines.mlx.instrument import Plant
-from detdiff.engines.mlx.pages import PagedCache, PagePool, PageTable
+from detdiff.engines.mlx.caches import PagedCache, PagePool, PageTable
 from detdiff.engines.mlx.record import RecordOptions
+from detdiff.engines.mlx.taps.faults import Plant
 from detdiff.explain.case import Case
 from detdiff.explain.control import CannotRun
 from detdiff.explain.controls import CONTROLS

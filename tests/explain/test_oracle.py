@@ -16,8 +16,8 @@ from operands import DTYPES, dense, given, quantised, read, rows, widened
 from tiny import CONFIGS, FORMATS, tiny
 from watching import Watching, watched
 
-from detdiff.engines.mlx.instrument.sites import site_name
 from detdiff.engines.mlx.oracle_operations import operation_of
+from detdiff.engines.mlx.taps.sites import site_name
 from detdiff.errors import OracleRefused
 from detdiff.explain.arithmetic import Arithmetic
 from detdiff.explain.bounds import Copied, Linear

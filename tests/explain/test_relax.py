@@ -7,10 +7,10 @@ from runs import Runs, model, scenario
 from tiny import tiny
 
 from detdiff.compare import compare
-from detdiff.engines.mlx.instrument import Plant
 from detdiff.engines.mlx.path_changes import Change, Relaxed, baseline, trials
 from detdiff.engines.mlx.record import RecordOptions
 from detdiff.engines.mlx.reruns import Changes, Reruns, rerun
+from detdiff.engines.mlx.taps.faults import Plant
 from detdiff.explain.case import Case
 from detdiff.explain.control import Budget
 from detdiff.explain.controls import CONTROLS

@@ -17,9 +17,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import cache as caches
 
-from detdiff.engines.mlx.instrument import Plant, Session
-from detdiff.engines.mlx.instrument.forward import Forward
-from detdiff.engines.mlx.instrument.plant import Planter
+from detdiff.engines.mlx.taps.faults import Plant, Planter
+from detdiff.engines.mlx.taps.forward import Forward
+from detdiff.engines.mlx.taps.session import Session
 from detdiff_kernels import Kernel, library
 
 Plants = Callable[[], AbstractContextManager[Any]]

@@ -12,7 +12,7 @@ from fault_case import Expected, FaultCase, Trial
 from fault_models import LENGTHS, fixture, scenario
 from planting import Among, Around, Put, sites_planted
 
-from detdiff.engines.mlx.instrument import Session
+from detdiff.engines.mlx.taps.session import Session
 from detdiff.scenario import Scenario
 
 Change = Callable[[mx.array], mx.array]

@@ -126,7 +126,7 @@ def test_a_window_keeps_what_it_names_and_nothing_else(
 def test_a_small_memory_budget_changes_nothing_that_was_seen(
     runs: Runs, monkeypatch: pytest.MonkeyPatch, arch: str, layout: str, level: str
 ) -> None:
-    from detdiff.engines.mlx.instrument.digesting import Digester
+    from detdiff.engines.mlx.taps.digesting import Digester
 
     flushed = [0]
     sound = Digester.flush
@@ -150,7 +150,7 @@ def test_a_small_memory_budget_changes_nothing_that_was_seen(
 def test_a_changed_entry_is_seen_with_a_small_budget_too(
     runs: Runs, monkeypatch: pytest.MonkeyPatch, layout: str
 ) -> None:
-    from detdiff.engines.mlx.instrument.recorder import Recorder
+    from detdiff.engines.mlx.taps.recorder import Recorder
 
     sound, done = Recorder.begin, [0]
 

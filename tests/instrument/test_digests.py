@@ -12,9 +12,15 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from runs import Runs, digests, model, scenario
 
-from detdiff.engines.mlx.instrument.buffers import DTYPE_NAMES, memory
-from detdiff.engines.mlx.instrument.device_digest import device_entries, device_rows
-from detdiff.engines.mlx.instrument.host_digest import digest_entries, digest_jobs, layout_job, row_bytes
+from detdiff.engines.mlx.taps.arrays import DTYPE_NAMES, memory
+from detdiff.engines.mlx.taps.digests import (
+    device_entries,
+    device_rows,
+    digest_entries,
+    digest_jobs,
+    layout_job,
+    row_bytes,
+)
 from detdiff.trace import digest_rows
 from detdiff.trace.digest import STORAGE
 

@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 from runs import Runs, model, scenario, values
 
 from detdiff.compare import compare
-from detdiff.engines.mlx.instrument.operations import Operations
-from detdiff.engines.mlx.instrument.paths import PathChooser, Place
-from detdiff.engines.mlx.instrument.weights import weight_of
+from detdiff.engines.mlx.taps.kernel_plan import PathChooser, Place, weight_of
+from detdiff.engines.mlx.taps.operations import Operations
 from detdiff.errors import KernelPlanError
 from detdiff.scenario import KernelPlan, PathRule
 from detdiff.trace import Trace

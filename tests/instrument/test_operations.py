@@ -15,10 +15,9 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear, _ga
 from numpy.typing import NDArray
 from profiles import write_profile
 
-from detdiff.engines.mlx.instrument.operations import Operations
-from detdiff.engines.mlx.instrument.paths import Place
-from detdiff.engines.mlx.instrument.taps import TAPPED
-from detdiff.engines.mlx.instrument.weights import weight_of
+from detdiff.engines.mlx.taps.kernel_plan import Place, weight_of
+from detdiff.engines.mlx.taps.operations import Operations
+from detdiff.engines.mlx.taps.sites import TAPPED
 from detdiff.errors import KernelPlanError
 from detdiff.scenario import KernelPlan, PathRule
 from detdiff_kernels import Affine, Dense, kernel

@@ -15,12 +15,11 @@ from numpy.typing import NDArray
 from runs import Runs, bits, model, patched, scenario
 from tiny import tiny
 
-from detdiff.engines.mlx.instrument import Session
-from detdiff.engines.mlx.instrument.forward import Forward, Segment
-from detdiff.engines.mlx.instrument.paths import Taken
-from detdiff.engines.mlx.instrument.sites import Arrays
-from detdiff.engines.mlx.instrument.taps import cache_classes, model_modules
 from detdiff.engines.mlx.record import generate
+from detdiff.engines.mlx.taps.forward import Forward, Segment
+from detdiff.engines.mlx.taps.kernel_plan import Taken
+from detdiff.engines.mlx.taps.session import Session
+from detdiff.engines.mlx.taps.sites import Arrays, cache_classes, model_modules
 
 STEPS = ((3, 1, 4, 1, 5), (9,), (2,))
 

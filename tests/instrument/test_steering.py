@@ -10,10 +10,9 @@ import pytest
 from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.switch_layers import SwitchLinear, _gather_sort
 
-from detdiff.engines.mlx.instrument.attention import ROW_BY_ROW
-from detdiff.engines.mlx.instrument.experts import ExpertOrder
-from detdiff.engines.mlx.instrument.operations import Operations
-from detdiff.engines.mlx.instrument.paths import Path, Place, Span
+from detdiff.engines.mlx.taps.experts import ExpertOrder
+from detdiff.engines.mlx.taps.kernel_plan import Path, Place, Span
+from detdiff.engines.mlx.taps.operations import ROW_BY_ROW, Operations
 from detdiff.scenario import KernelPlan
 
 LINEAR = Place("layers.0.mlp.up_proj", "linear", "decode")

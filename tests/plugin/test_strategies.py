@@ -17,8 +17,8 @@ from toy_engine import Faulty, Packed
 from detdiff.check.alone import against_alone
 from detdiff.check.engine import EngineRequest, check_scenario
 from detdiff.engines.mlx.packed import PackedEngine
+from detdiff.engines.mlx.requests import prepare
 from detdiff.engines.mlx.serve import Models, Sessions, serve
-from detdiff.engines.mlx.work import prepare
 from detdiff.errors import ScenarioRangeError
 from detdiff.scenario import Request, Scenario, Schedule
 from detdiff.strategies import arrivals, compositions, prompts, row_counts, schedules

@@ -12,17 +12,16 @@ import numpy as np
 from mlx_lm.models.cache import ArraysCache
 from numpy.typing import NDArray
 
+from detdiff.engines.mlx.taps.arrays import handle, memory
+from detdiff.engines.mlx.taps.forward import TARGET, Forward
 from detdiff.explain.case import Side
 from detdiff.explain.control import CannotRun
 
+from .caches import PagedCache
 from .deciding_rows import Place, place
-from .instrument.buffers import handle, memory
-from .instrument.forward import TARGET, Forward
-from .packed import PackedEngine
-from .pages import PagedCache
+from .packed import PackedEngine, Snapshot, StopRun
 from .path_changes import Baseline
 from .reruns import Changes, Reruns, Run, Watch, rerun
-from .snapshot import Snapshot, StopRun
 
 Arrays = tuple[mx.array, ...]
 """Keys or values [heads, positions, width] of one request in one layer; a quantised cache has several arrays."""

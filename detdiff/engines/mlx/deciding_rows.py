@@ -7,11 +7,11 @@ from typing import Protocol
 
 import numpy as np
 
+from detdiff.engines.mlx.taps.forward import TARGET
 from detdiff.explain.case import Side
 from detdiff.explain.control import CannotRun
 from detdiff.trace import Trace
 
-from .instrument.forward import TARGET
 from .reruns import Mark, Reruns, Row, Run
 
 

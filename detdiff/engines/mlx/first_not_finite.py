@@ -10,13 +10,13 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from detdiff.engines.mlx.taps.forward import Forward
+from detdiff.engines.mlx.taps.sites import Arrays, SiteMap
 from detdiff.explain.case import Side
 
-from .instrument.forward import Forward
-from .instrument.sites import Arrays, SiteMap
+from .requests import prepare
 from .reruns import Reruns, rows_of
 from .serve import serve
-from .work import prepare
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,8 @@ import numpy as np
 from mlx.nn.layers.base import Module
 from numpy.typing import NDArray
 
+from detdiff.engines.mlx.taps.kernel_plan import operand, weight_of
+from detdiff.engines.mlx.taps.sites import TAPPED, walk
 from detdiff.errors import OracleRefused
 from detdiff.explain.attention_bound import AttentionOperation
 from detdiff.explain.bounds import Copied, Embedding, Linear, Switch, exact_weight, magnitude
@@ -20,10 +22,6 @@ from detdiff.explain.row_bounds import Norm, Rope
 from detdiff.scenario import CachePlan
 from detdiff.trace import Site
 from detdiff_kernels import Affine
-
-from .instrument.sites import walk
-from .instrument.taps import TAPPED
-from .instrument.weights import operand, weight_of
 
 Given = Mapping[str, Any]
 

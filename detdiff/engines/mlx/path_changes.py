@@ -16,16 +16,16 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+from detdiff.engines.mlx.taps.forward import Forward
+from detdiff.engines.mlx.taps.kernel_plan import NATIVE, Made, Path, Span
+from detdiff.engines.mlx.taps.kernel_plan import Place as Where
+from detdiff.engines.mlx.taps.operations import ROW_BY_ROW
+from detdiff.engines.mlx.taps.sites import SiteMap
 from detdiff.explain.case import Side
 from detdiff.explain.control import CannotRun
 from detdiff_kernels import Call
 
 from .deciding_rows import FlipOf, Target, flip_of, origin_port, parting_of, place
-from .instrument.attention import ROW_BY_ROW
-from .instrument.forward import Forward
-from .instrument.paths import NATIVE, Made, Path, Span
-from .instrument.paths import Place as Where
-from .instrument.sites import SiteMap
 from .reruns import Changes, Paths, Reruns, Row, Run, rerun, rows_of
 
 Spans = tuple[Span, ...]

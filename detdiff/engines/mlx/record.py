@@ -12,21 +12,21 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 
 from detdiff.engines.base import Begin, RunOptions
-from detdiff.engines.mlx.instrument import Session
-from detdiff.engines.mlx.instrument.columns import Selection
-from detdiff.engines.mlx.instrument.forward import DRAFT
-from detdiff.engines.mlx.instrument.recorder import Recorder, Subject
-from detdiff.engines.mlx.instrument.topk import lens_logits
 from detdiff.engines.mlx.model import LoadedModel, load
+from detdiff.engines.mlx.taps.arrays import lens_logits
+from detdiff.engines.mlx.taps.columns import Selection
+from detdiff.engines.mlx.taps.forward import DRAFT
+from detdiff.engines.mlx.taps.recorder import Recorder, Subject
+from detdiff.engines.mlx.taps.session import Session
 from detdiff.engines.record import record as record_engine
 from detdiff.errors import LayoutError, ScenarioError
 from detdiff.scenario import Scenario
 from detdiff.trace import Trace
 
 from .engine import MlxEngine
-from .observer import FirstLogits, compare_logits
+from .requests import Work, prepare
+from .run_checks import FirstLogits, compare_logits
 from .serve import Models, OnLogits, Sessions, serve
-from .work import Work, prepare
 
 RecordOptions = RunOptions
 

@@ -12,18 +12,16 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from detdiff.engines.mlx.taps.arrays import handle, memory
+from detdiff.engines.mlx.taps.forward import Forward, Steering
+from detdiff.engines.mlx.taps.kernel_plan import Made, Taken
+from detdiff.engines.mlx.taps.sites import Arrays, SiteMap
 from detdiff.explain.case import Case, Side
 from detdiff.scenario import KernelPlan, Scenario
 
-from .instrument.buffers import handle, memory
-from .instrument.forward import Forward
-from .instrument.paths import Made, Taken
-from .instrument.roles import Steering
-from .instrument.sites import Arrays, SiteMap
-from .packed import PackedEngine
+from .packed import PackedEngine, Snapshot, StopRun
+from .requests import Work, prepare
 from .serve import Models, Sessions, packed_engine, serve
-from .snapshot import Snapshot, StopRun
-from .work import Work, prepare
 
 Bytes = NDArray[np.uint8]
 

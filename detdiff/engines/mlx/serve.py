@@ -8,20 +8,19 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from detdiff.engines.mlx.instrument import Plant, Session
-from detdiff.engines.mlx.instrument.forward import DRAFT, TARGET, Forward
-from detdiff.engines.mlx.instrument.roles import Recording
-from detdiff.engines.mlx.instrument.sites import SiteMap
 from detdiff.engines.mlx.model import LoadedModel, context_limit, load
+from detdiff.engines.mlx.taps.faults import Plant
+from detdiff.engines.mlx.taps.forward import DRAFT, TARGET, Forward, Recording
+from detdiff.engines.mlx.taps.session import Session
+from detdiff.engines.mlx.taps.sites import SiteMap
 from detdiff.errors import ContextExceeded, DraftMismatch, ModelRunError
 from detdiff.scenario import Scenario
 
-from .leaks import refuse_leaks
+from .caches import OnEvent, silent
 from .packed import Drafting, PackedEngine
-from .padded import PaddedComposer, PaddedRun, run_padded
-from .padded_speculative import Pair, SpeculativeComposer, run_speculative
-from .pages import OnEvent, silent
-from .work import OnToken, Work
+from .padded import PaddedComposer, PaddedRun, Pair, SpeculativeComposer, run_padded, run_speculative
+from .requests import OnToken, Work
+from .run_checks import refuse_leaks
 
 OnLogits = Callable[[Forward, mx.array], None]
 Counts = dict[str, dict[str, int]]

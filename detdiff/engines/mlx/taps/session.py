@@ -13,17 +13,14 @@ from mlx_lm.models.cache import ArraysCache
 from detdiff.errors import LayoutError
 from detdiff.scenario import KernelPlan
 
-from .buffers import handle
+from .arrays import handle
 from .entries import cache_kind, entry_parts
 from .experts import ExpertOrder
-from .forward import Forward
+from .faults import Plant, Planter
+from .forward import Attend, Forward, Packing, Recording, Sink, Steering
+from .kernel_plan import Place, StagedWeights, Taken
 from .operations import Operations
-from .paths import Place, Taken
-from .plant import Plant, Planter
-from .roles import Attend, Packing, Recording, Sink, Steering
-from .sites import Arrays, Discovery, SiteMap, discover, walk
-from .taps import tapped, tapped_top
-from .weights import StagedWeights
+from .sites import Arrays, Discovery, SiteMap, discover, tapped, tapped_top, walk
 
 
 class Session:

@@ -16,7 +16,7 @@ from mlx_lm.generate import GenerationBatch, PromptProcessingBatch
 
 from detdiff.trace import format_ranges
 
-from .pages import OnEvent
+from .caches import OnEvent
 
 # By its name in full: the package has a function of that name, too.
 mlx_lm_generate: Any = importlib.import_module("mlx_lm.generate")

@@ -1,13 +1,14 @@
-"""Before a packed run: does a request's answer depend on who shares its forwards?
+"""What is checked around a run: that no request's answer depends on who shares its forwards, and that recording changes nothing.
 
 Taps see RoPE, attention and the cache. A model may mix the rows of a forward in another way (a shift or a convolution
 over the sequence, pooling, positions counted by the forward), which runs without an error and is wrong when packed. So a
-probe of a few rows runs beside neighbours of other content and order, and alone, and must come out the same.
+probe of a few rows runs beside neighbours of other content and order, and alone, and must come out the same. The observer check runs
+the first forwards again without recording, and compares logits bit for bit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,19 +18,16 @@ from mlx.nn.layers.base import Module
 from mlx_lm.sample_utils import greedy_sampler
 from numpy.typing import NDArray
 
-from detdiff.engines.mlx.instrument import Session
-from detdiff.engines.mlx.instrument.buffers import memory
-from detdiff.engines.mlx.instrument.forward import Forward
-from detdiff.engines.mlx.instrument.paths import Taken
-from detdiff.engines.mlx.instrument.sites import Arrays, SiteMap
-from detdiff.engines.mlx.instrument.weights import StagedWeights
+from detdiff.engines.mlx.taps.arrays import handle, memory
+from detdiff.engines.mlx.taps.forward import Forward
+from detdiff.engines.mlx.taps.kernel_plan import StagedWeights, Taken
+from detdiff.engines.mlx.taps.session import Session
+from detdiff.engines.mlx.taps.sites import Arrays, SiteMap
 from detdiff.errors import LayoutError
 from detdiff.scenario import KernelPlan
 
-from .packed_model import PackedModel
-from .packing import refuse_unpackable
-from .shares import Share
-from .work import Work
+from .packed_model import PackedModel, refuse_unpackable
+from .requests import Share, Work
 
 Steps = tuple[tuple[int, ...], ...]
 
@@ -156,3 +154,44 @@ def _close(sites: SiteMap, a: _Rows, b: _Rows) -> bool:
         if not bool(mx.all(mx.abs(x - y) <= ROUNDING * mx.abs(x).max())):
             return False
     return True
+
+
+class Enough(Exception):
+    """Ends a run whose logits have all been seen."""
+
+
+class FirstLogits:
+    """Keeps the logits of the first ``limit`` forwards whose logits an engine uses."""
+
+    def __init__(self, limit: int, *, stop: bool = False) -> None:
+        self.limit = limit
+        self._stop = stop
+        self.kept: list[mx.array] = []
+
+    def __call__(self, forward: Forward, logits: mx.array) -> None:
+        if len(self.kept) < self.limit:
+            # Only the last column is used by mlx-lm; the rest may never be computed.
+            self.kept.append(handle(logits))
+        if self._stop and len(self.kept) >= self.limit:
+            raise Enough
+
+
+def compare_logits(traced: FirstLogits, again: Callable[[FirstLogits], None]) -> dict[str, Any]:
+    """The observer block of a trace: how many forwards were run again and whether all bits were equal."""
+    count = len(traced.kept)
+    if count == 0:
+        return {"forwards": 0, "equal": None}
+    untraced = FirstLogits(count, stop=True)
+    try:
+        again(untraced)
+    except Enough:
+        pass
+    equal = len(untraced.kept) == count and all(
+        _same_bits(a, b) for a, b in zip(traced.kept, untraced.kept, strict=True)
+    )
+    return {"forwards": count, "equal": equal}
+
+
+def _same_bits(a: mx.array, b: mx.array) -> bool:
+    x, y = memory(a), memory(b)
+    return x.dtype == y.dtype and np.array_equal(x.numpy(), y.numpy())

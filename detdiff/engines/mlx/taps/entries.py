@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 
 from detdiff.trace import head_weight, position_weight
 
-from .buffers import Memory, handle, memory
+from .arrays import Memory, handle, memory
 from .columns import Source
+from .digests import digest_entries, fold_entries
 from .forward import CacheCall, Segment
-from .host_digest import digest_entries, fold_entries
 
 UInt64 = NDArray[np.uint64]
 Int64 = NDArray[np.int64]

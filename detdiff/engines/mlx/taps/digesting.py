@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 
 from detdiff.trace import Rows, Value
 
-from .buffers import Memory, memory
+from .arrays import Memory, memory
 from .columns import Column, Kept, Selection, Source
+from .digests import digest_jobs, layout_job
 from .entries import Ledgers
 from .forward import ForwardRecord, RowTable
-from .host_digest import digest_jobs, layout_job
 from .sites import SiteMap
 
 UInt64 = NDArray[np.uint64]
