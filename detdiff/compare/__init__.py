@@ -1,13 +1,14 @@
 """Compares two traces: alignment, flips, origins, carriers, metrics. Needs no model and no mlx."""
 
-from detdiff.compare.composition import Composition, Member
 from detdiff.compare.divergence import (
+    Acceptance,
     Agreement,
     CacheEntry,
     Carriers,
     Choice,
     Chunk,
     Compared,
+    Composition,
     Divergence,
     DraftDivergence,
     EventCount,
@@ -16,21 +17,30 @@ from detdiff.compare.divergence import (
     Flip,
     FlipForward,
     Growth,
+    Magnitude,
     Margin,
+    Member,
     NotCompared,
     Origin,
     OriginCount,
+    Proposed,
     RequestDivergence,
     Run,
+    Verification,
+    Verified,
 )
 from detdiff.compare.grids import Grid
 from detdiff.compare.ladder import RUNGS, compare
-from detdiff.compare.magnitude import Magnitude
 from detdiff.compare.metrics import Values, kl_divergence, measure, ulp_distance
-from detdiff.compare.points import LensPoint, TokenPoint
-from detdiff.compare.series import RequestSeries, Series, series
-from detdiff.compare.speculated import Acceptance, Proposed, Verification, Verified
-from detdiff.compare.timeline import ForwardPoint, Threshold
+from detdiff.compare.series import (
+    ForwardPoint,
+    LensPoint,
+    RequestSeries,
+    Series,
+    Threshold,
+    TokenPoint,
+    series,
+)
 
 __all__ = [
     "RUNGS",

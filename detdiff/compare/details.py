@@ -10,17 +10,13 @@ from numpy.typing import NDArray
 
 from detdiff.trace import B_DTYPE, DTYPE_CODES, Trace
 
-from .calls import Call
-from .composition import Composition
-from .divergence import CacheEntry, Change, Origin
-from .forwards import RunLog
-from .magnitude import Magnitude
+from .alignment import CommonPorts, RowPairs
+from .digests import Scanner
+from .divergence import CacheEntry, Change, Composition, Magnitude, Origin
+from .forwards import Call, RunLog
 from .metrics import Values, measure
-from .ports import CommonPorts
-from .requests import RequestPair
-from .rows import RowPairs
-from .rules import ROOT
-from .scan import Scanner
+from .origins import ROOT, Found
+from .tokens import RequestPair
 
 
 @dataclass(frozen=True)
@@ -31,15 +27,6 @@ class Runs:
     b: Trace
     log_a: RunLog
     log_b: RunLog
-
-
-@dataclass(frozen=True)
-class Found:
-    """An origin by its row pair, its site's place (or ROOT) and how it was found."""
-
-    row: int
-    place: int
-    how: str
 
 
 class Details:

@@ -10,9 +10,130 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from .composition import Composition, PathUse
-from .magnitude import Magnitude
-from .speculated import Verification
+
+@dataclass(frozen=True)
+class Member:
+    """What one forward held of one request: ``rows`` rows from position ``start`` on."""
+
+    request: str
+    phase: str
+    start: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class Composition:
+    """Who was in a forward. ``rows`` is the sum over its members, padding not counted."""
+
+    forward: int
+    phase: str
+    layout: str
+    rows: int
+    members: tuple[Member, ...]
+
+
+@dataclass(frozen=True)
+class PathUse:
+    """One kernel path and the number of sites that took it in a forward."""
+
+    path: str
+    sites: int
+
+
+@dataclass(frozen=True)
+class UlpBucket:
+    """``count`` differing elements with ``first`` <= ULP distance <= ``last``."""
+
+    first: int
+    last: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Magnitude:
+    """How far two arrays of values are apart.
+
+    ULP, absolute and relative figures are over elements finite in both runs; ``non_finite`` counts the others, which
+    are never called equal unless their bits are. ``differing`` counts elements whose bits differ, so -0.0 against
+    0.0 is differing at 0 ULP. Figures are None where dtypes or shapes differ or nothing finite is left; ``kl`` is
+    in nats and given for logits only.
+    """
+
+    dtype_a: str
+    dtype_b: str
+    shape_a: tuple[int, ...]
+    shape_b: tuple[int, ...]
+    elements: int
+    differing: int
+    nan_a: int
+    nan_b: int
+    inf_a: int
+    inf_b: int
+    non_finite: int
+    max_ulp: int | None
+    mean_ulp: float | None
+    ulp_histogram: tuple[UlpBucket, ...]
+    max_abs: float | None
+    max_rel: float | None
+    worst: int | None
+    cosine: float | None
+    kl: float | None
+
+
+@dataclass(frozen=True)
+class Proposed:
+    """One verification's proposals, and what the target chose after each of its rows."""
+
+    proposals: tuple[int, ...]
+    choices: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Verified:
+    """Where one generated token came from: a forward's verification, its place in it, and both models' tokens there.
+
+    ``proposal`` is None for a token after the last proposal.
+    """
+
+    forward: int
+    block: Proposed
+    place: int
+    proposal: int | None
+    choice: int | None
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """A run's proposals of one request, summed over its verifications, and the engine's own counts.
+
+    ``own_*`` and ``agrees`` are None where the trace has no count by the engine.
+    """
+
+    verifications: int
+    proposed: int
+    accepted: int
+    own_proposed: int | None
+    own_accepted: int | None
+    agrees: bool | None
+
+
+@dataclass(frozen=True)
+class Verification:
+    """Speculation in both runs, over the ``tokens`` up to the flip that a verification gave in both.
+
+    The first token for which another one was proposed, or chosen by the target, is named by its index. ``flip_*`` is how
+    the flip's own token came about. ``a`` and ``b`` are None for a run without a draft.
+    """
+
+    tokens: int
+    proposals_equal: bool | None
+    first_other_proposal: int | None
+    choices_equal: bool | None
+    first_other_choice: int | None
+    flip_a: Verified | None
+    flip_b: Verified | None
+    a: Acceptance | None
+    b: Acceptance | None
 
 
 @dataclass(frozen=True)

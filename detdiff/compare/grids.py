@@ -10,10 +10,9 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from .distances import Distances
-from .ports import Columns, CommonPorts, CommonSite
-from .rows import RowPairs
-from .scan import Block
+from .alignment import Columns, CommonPorts, CommonSite, RowPairs
+from .digests import Block
+from .metrics import Distances
 
 Int64 = NDArray[np.int64]
 UInt8 = NDArray[np.uint8]

@@ -15,18 +15,15 @@ import numpy as np
 from detdiff.errors import NothingComparable
 from detdiff.trace import Trace
 
-from .answer import Pass, RequestAnswer
+from .alignment import CommonPorts, RowPairs, pair_rows
+from .answer import Pass, RequestAnswer, Verifications
 from .details import Details, Runs
+from .digests import Scanner
 from .divergence import Compared, Divergence, NotCompared, RequestDivergence, Run
 from .events import RunEvents, attributed, event_answer
 from .forwards import RunLog, one_sided
-from .late import LateRules
-from .ports import CommonPorts
-from .requests import Pairing, pair_requests, was_forced
-from .rows import RowPairs, pair_rows
-from .scan import Scanner
-from .tally import Int64, Tally, Watch
-from .verification import Verifications
+from .origins import Int64, SettledOrigins, Tally, Watch
+from .tokens import Pairing, pair_requests, was_forced
 
 RUNGS: Final = ("workload", "bookkeeping", "dtype", "shape", "bits", "tokens")
 """From the earliest to the last. ``tokens``: every compared digest is equal and yet the tokens differ."""
@@ -88,7 +85,7 @@ def scan(aligned: Aligned, watch: Watch | None = None) -> Pass:
             f"Run a ({runs.a.path}) and run b ({runs.b.path}) share {len(pairs)} rows, and no port is recorded for a row "
             "in both. Expected digests of the same sites. Record both runs with the same version."
         )
-    rules = LateRules(tally, ports, pairs, scanner)
+    rules = SettledOrigins(tally, ports, pairs, scanner)
     late = {}
     for found in rules.origins():
         late[found.row, found.place] = found.how

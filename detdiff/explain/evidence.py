@@ -8,8 +8,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from detdiff.compare.divergence import Divergence, Finding, Origin, RequestDivergence
-from detdiff.compare.speculated import Verification
+from detdiff.compare.divergence import Divergence, Finding, Origin, RequestDivergence, Verification
 from detdiff.trace import Trace
 
 from .control import Control

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from detdiff.compare.requests import Steps
+from detdiff.compare.tokens import Steps
 from detdiff.errors import NothingComparable
 from detdiff.trace import Trace
 

@@ -9,16 +9,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from detdiff.compare.calls import Call
+from detdiff.compare.alignment import CommonPorts, RowPairs, pair_rows
 from detdiff.compare.details import Runs
-from detdiff.compare.forwards import RunLog
-from detdiff.compare.late import LateRules
-from detdiff.compare.ports import CommonPorts
-from detdiff.compare.requests import pair_requests
-from detdiff.compare.rows import RowPairs, pair_rows
-from detdiff.compare.rules import ROOT
-from detdiff.compare.scan import Scanner
-from detdiff.compare.tally import Tally
+from detdiff.compare.digests import Scanner
+from detdiff.compare.forwards import Call, RunLog
+from detdiff.compare.origins import ROOT, SettledOrigins, Tally
+from detdiff.compare.tokens import pair_requests
 from detdiff.trace import Site, Trace
 
 Int64 = NDArray[np.int64]
@@ -82,7 +78,7 @@ def origins(a: Trace, b: Trace) -> list[Born]:
         tally.add(block, forward_a)
     tally.settle(forward_a)
     late: dict[tuple[int, int], str] = {}
-    rules = LateRules(tally, ports, pairs, scanner)
+    rules = SettledOrigins(tally, ports, pairs, scanner)
     for found in rules.origins():
         late[found.row, found.place] = found.how
         tally.claim(found.place, np.array([found.row]), np.array([rules.place_of(found)]), forward_a)

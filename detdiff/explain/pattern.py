@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from detdiff.compare.ports import CommonPorts
-from detdiff.compare.requests import pair_requests
-from detdiff.compare.rows import pair_rows
-from detdiff.compare.scan import Scanner
+from detdiff.compare.alignment import CommonPorts, pair_rows
+from detdiff.compare.digests import Scanner
+from detdiff.compare.tokens import pair_requests
 from detdiff.trace import Trace
 
 

@@ -35,8 +35,7 @@ from .findings import (
 from .words import LONGEST, SENTENCE, count, escaped, named, of_requests, passage, rules, short_path, shown
 
 if TYPE_CHECKING:
-    from detdiff.compare.points import TokenPoint
-    from detdiff.compare.series import RequestSeries, Series
+    from detdiff.compare.series import RequestSeries, Series, TokenPoint
 
 _LONGEST_SETTING = 400
 

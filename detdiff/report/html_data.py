@@ -22,8 +22,7 @@ from .words import named
 
 if TYPE_CHECKING:
     from detdiff.compare.grids import Grid
-    from detdiff.compare.series import RequestSeries, Series
-    from detdiff.compare.timeline import ForwardPoint
+    from detdiff.compare.series import ForwardPoint, RequestSeries, Series
 
 _LONGEST: Final = 40
 _ORIGIN: Final = 3

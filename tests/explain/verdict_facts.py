@@ -10,7 +10,7 @@ from answers import ANCHOR, FOLLOWER, QUIET, path, plan, run
 from synthetic_traces import Fault, Plan, together
 
 from detdiff.compare import Divergence, Finding
-from detdiff.compare.speculated import Acceptance, Proposed, Verification, Verified
+from detdiff.compare.divergence import Acceptance, Proposed, Verification, Verified
 from detdiff.explain import Control
 from detdiff.explain.evidence import Facts, Recorded
 

@@ -6,11 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from detdiff.compare.composition import Member, PathUse
+from detdiff.compare.divergence import Member, PathUse
 from detdiff.compare.grids import Grid
-from detdiff.compare.points import LensPoint, TokenPoint
-from detdiff.compare.series import RequestSeries, Series
-from detdiff.compare.timeline import ForwardPoint, Threshold
+from detdiff.compare.series import ForwardPoint, LensPoint, RequestSeries, Series, Threshold, TokenPoint
 
 MV, MM = "reference/candle-metal/mv", "reference/candle-metal/mm"
 SITES = ("norm1", "attn.q_proj", "attn.k_proj", "attn.cache.write", "attn.attention", "attn.o_proj", "mlp")

@@ -18,7 +18,7 @@ from hypothesis.extra.numpy import arrays
 from made_reports import explained, flips, long_text
 
 from detdiff.compare.grids import Grid
-from detdiff.compare.points import LensPoint
+from detdiff.compare.series import LensPoint
 from detdiff.errors import AnswerError
 from detdiff.explain import Control, Evidence
 from detdiff.report import to_json, verdict_json

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_reports import explained, flips, long_text
 
-from detdiff.compare.points import LensPoint
+from detdiff.compare.series import LensPoint
 from detdiff.report.document import Report, Table, Texts, View, Word, excerpts, is_numeric
 from detdiff.report.text import cells, printed, report_text, styled, table_lines, wrapped
 from detdiff.report.views import view_blocks

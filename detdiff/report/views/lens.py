@@ -22,8 +22,7 @@ from ..svg import (
 from ..words import named, shown
 
 if TYPE_CHECKING:
-    from detdiff.compare.points import LensPoint
-    from detdiff.compare.series import RequestSeries
+    from detdiff.compare.series import LensPoint, RequestSeries
 
 _HEIGHT: Final = 220
 Run = Literal["a", "b"]

@@ -28,8 +28,7 @@ from ..svg import (
 from ..words import count, named, number, shown, spans
 
 if TYPE_CHECKING:
-    from detdiff.compare.points import TokenPoint
-    from detdiff.compare.series import RequestSeries
+    from detdiff.compare.series import RequestSeries, TokenPoint
 
 _HEIGHT: Final = 200
 _ZERO: Final = 18

@@ -36,8 +36,7 @@ from ..words import count, named, runs_of, short_path
 
 if TYPE_CHECKING:
     from detdiff.compare.divergence import Divergence
-    from detdiff.compare.series import Series
-    from detdiff.compare.timeline import ForwardPoint, Threshold
+    from detdiff.compare.series import ForwardPoint, Series, Threshold
 
 _ROW: Final = 15
 _MARKS: Final = 30

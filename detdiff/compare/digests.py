@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 
 from detdiff.trace import Trace
 
-from .ports import Columns, CommonPorts
-from .rows import RowPairs
+from .alignment import Columns, CommonPorts, RowPairs
 
 Int64 = NDArray[np.int64]
 
@@ -64,7 +63,7 @@ class Scanner:
 
     def __init__(self, a: Trace, b: Trace, ports: CommonPorts, pairs: RowPairs) -> None:
         self._ports, self._pairs = ports, pairs
-        self._sides = (_Side(a, pairs.a), _Side(b, pairs.b))
+        self._sides = (_SideDigests(a, pairs.a), _SideDigests(b, pairs.b))
         self._columns: dict[tuple[int, int], Columns] = {}
 
     def columns(self, table_a: int, table_b: int) -> Columns:
@@ -109,7 +108,7 @@ class Scanner:
         return Block(rows, columns, bits)
 
 
-class _Side:
+class _SideDigests:
     """One run's half of the row pairs: ``shard``, ``table`` and ``place`` in its table, int64 [n] each."""
 
     def __init__(self, trace: Trace, rows: Int64) -> None:

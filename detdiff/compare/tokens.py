@@ -1,4 +1,4 @@
-"""Which requests of two traces can be compared, and how far: up to the first flip of each."""
+"""Which requests of two traces can be compared, and how far: the tokens of each, up to the first that differs."""
 
 from __future__ import annotations
 
