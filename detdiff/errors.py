@@ -203,6 +203,10 @@ class RequestListError(TraceError):
     """The list of requests is malformed or repeats an id."""
 
 
+class LacksError(TraceError):
+    """A trace says that it lacks something which it holds, or holds less than it says."""
+
+
 class LogMissing(TraceError):
     """forwards.jsonl or texts.jsonl is not there, or is not a regular file."""
 

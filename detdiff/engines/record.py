@@ -57,6 +57,9 @@ def header(scenario: Scenario, engine: Engine, own: Mapping[str, Any]) -> dict[s
     }
     if engine.name != DEFAULT:
         found["engine"] = {"name": engine.name, "settings": dict(engine.settings)}
+        if "engine" not in found["scenario"]:
+            # An engine that was given opened: the trace's scenario is to name what ran it.
+            found["scenario"]["engine"] = engine.name
     return found
 
 

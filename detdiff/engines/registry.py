@@ -18,6 +18,8 @@ GROUP: Final = "detdiff.engines"
 DEFAULT: Final = "mlx"
 BUILT_IN: Final[Mapping[str, str]] = {
     "mlx": "detdiff.engines.mlx.engine:open_mlx",
+    "transformers": "detdiff.engines.transformers.engine:open_transformers",
+    "function": "detdiff.engines.function.engine:open_function",
 }
 """Found without installation metadata, so that a source tree works."""
 
@@ -74,7 +76,15 @@ def as_engine(
     transformers; None for anything else. ``name`` and ``settings`` are those that a trace is to name."""
     if isinstance(given, Engine) and not isinstance(given, type):
         return given
-    return None
+    kinds = {
+        kind for each in type(given).__mro__ for kind in (each.__name__, f"{each.__module__}.{each.__name__}")
+    }
+    if "PreTrainedModel" in kinds:
+        opened: Engine = find_factory("transformers")(given, settings or {})
+        return opened
+    from detdiff.engines.function.engine import wrap
+
+    return wrap(given, name=name, settings=settings or {})
 
 
 def find_factory(name: str) -> Factory:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from detdiff.errors import GeneratedError, RowError, TableError
+from detdiff.errors import GeneratedError, LacksError, RowError, TableError
 from detdiff.trace.rows import PHASES, Generated, Int32
+from detdiff.trace.site import Site
 
 ROW_FIELDS = ("request", "position", "forward", "slot", "phase", "token")
 GEN_FIELDS = ("request", "index", "token", "forward", "position")
 _ANY = 1 << 31
+OUTER_KINDS = ("tokens", "log_probability")
+"""Kinds of sites that stand for no place in a model: what was fed, and what is known of the answer."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,40 @@ def check_generated(where: str, generated: Generated, limits: Limits) -> None:
         raise GeneratedError(
             f"{where} has top logits {_short(logits[place])} of the ids {_short(ids[place])}; expected "
             "descending logits, equal ones by lower id. Record the trace again."
+        )
+
+
+def check_lacking_sites(where: str, header: Mapping[str, Any], sites: Sequence[Site]) -> None:
+    """Raises LacksError for a site of the model in a trace that says that it has none, and for a prompt of a text-only
+    trace that is no text."""
+    lacks = header.get("lacks", {})
+    inner = next((site.name for site in sites if site.kind not in OUTER_KINDS), None)
+    if "sites" in lacks and inner is not None:
+        raise LacksError(
+            f"{where} says that it lacks sites ({lacks['sites']}) and lists {inner!r}; expected only sites of the kinds "
+            f"{' and '.join(OUTER_KINDS)}. Record the trace again."
+        )
+    for request in header["requests"]:
+        _code_points(where, lacks, np.array(request["tokens"], np.int64))
+
+
+def check_lacking(where: str, lacks: Mapping[str, str], generated: Generated) -> None:
+    """Raises LacksError unless top logits are missing just where the header says so, and tokens of a text-only trace are
+    code points."""
+    if ("logits" in lacks) != (generated.top_ids.shape[1] == 0):
+        raise LacksError(
+            f"{where} has {generated.top_ids.shape[1]} top logits a token, and the header says that they are "
+            f"{'missing' if 'logits' in lacks else 'there'}; expected the two to agree. Record the trace again."
+        )
+    _code_points(where, lacks, generated.token)
+
+
+def _code_points(where: str, lacks: Mapping[str, str], tokens: NDArray[Any]) -> None:
+    wrong = tokens[(tokens > 0x10FFFF) | ((tokens >= 0xD800) & (tokens < 0xE000))]
+    if "tokens" in lacks and len(wrong):
+        raise LacksError(
+            f"{where} says that it lacks tokens ({lacks['tokens']}) and has the id {int(wrong[0])}; expected code points of "
+            "its text. Record the trace again."
         )
 
 

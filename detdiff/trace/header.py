@@ -29,6 +29,18 @@ TEXTS = "texts.jsonl"
 _OBJECTS = ("scenario", "model", "environment", "observer", "times")
 _LISTS = ("requests", "sites", "logs", "shards", "notes")
 _MAX_INT32 = (1 << 31) - 1
+LACKS = (
+    "tokens",
+    "logits",
+    "sites",
+    "inputs",
+    "rows_seen",
+    "kernel_paths",
+    "cache",
+    "values",
+    "forwards",
+)
+"""What a trace may say that it lacks, each with the reason."""
 
 
 def encode(header: Mapping[str, Any]) -> bytes:
@@ -104,6 +116,7 @@ def check(header: Any, where: str) -> None:
                 f"{where} has a wrong {key!r}; expected a dict or nothing. It is damaged or was written by another "
                 "program: record the trace again."
             )
+    _check_engine(header, where)
     if not all(isinstance(note, str) for note in header["notes"]):
         raise TraceHeaderError(
             f"{where} has a note that is not text; expected strings. Record the trace again."
@@ -111,6 +124,25 @@ def check(header: Any, where: str) -> None:
     _check_requests(header["requests"], where)
     if header["complete"]:
         _check_files(header, where)
+
+
+def _check_engine(header: Mapping[str, Any], where: str) -> None:
+    """What ran it, where that is not plain mlx, and what it could not show."""
+    engine, lacks = header.get("engine", {"name": "mlx"}), header.get("lacks", {})
+    name = engine.get("name") if isinstance(engine, dict) else None
+    if not (isinstance(name, str) and name and isinstance(engine.get("settings", {}), dict)):
+        raise TraceHeaderError(
+            f"{where} has as engine {str(engine)[:200]}; expected an object with a name and, where there are any, settings. "
+            "Record the trace again."
+        )
+    if not (
+        isinstance(lacks, dict)
+        and all(key in LACKS and isinstance(reason, str) and reason for key, reason in lacks.items())
+    ):
+        raise TraceHeaderError(
+            f"{where} has as lacks {str(lacks)[:200]}; expected an object with a reason for each of what is missing of "
+            f"{', '.join(LACKS)}. Record the trace again."
+        )
 
 
 def _check_requests(requests: Sequence[Any], where: str) -> None:

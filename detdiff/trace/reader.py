@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from detdiff.errors import ChecksumError, GeneratedError, RowError, ShardMissing, TableError, TraceError
-from detdiff.trace.check import GEN_FIELDS, Limits, check_unique
+from detdiff.trace.check import GEN_FIELDS, Limits, check_lacking, check_lacking_sites, check_unique
 from detdiff.trace.files import reading
 from detdiff.trace.header import FORWARDS, TEXTS, parse_sites, read
 from detdiff.trace.log import Forwards, Lines, computed, flat_row, read_texts
@@ -60,6 +60,7 @@ class Trace:
         self.path = Path(path)
         self.header = read(self.path)
         self.sites = parse_sites(self.header)
+        check_lacking_sites(str(self.path), self.header, self.sites)
         self.ports = ports_of(self.sites)
         problems: list[str] = []
         if not self.header["complete"]:
@@ -78,6 +79,16 @@ class Trace:
         """Each with ``id`` and ``tokens``, the prompt's token ids, and what the recorder added."""
         found: list[dict[str, Any]] = self.header["requests"]
         return found
+
+    @property
+    def lacks(self) -> dict[str, str]:
+        """What the engine could not show, each with the reason."""
+        return dict(self.header.get("lacks", {}))
+
+    @property
+    def engine(self) -> str:
+        """The name of the engine that wrote it."""
+        return str(self.header.get("engine", {"name": "mlx"})["name"])
 
     @property
     def scenario(self) -> dict[str, Any]:
@@ -215,6 +226,7 @@ class Trace:
                 last = self._follows(shard, *last)
                 generated = shard.generated(lens=False)
                 if generated is not None:
+                    check_lacking(str(shard.path), self.header.get("lacks", {}), generated)
                     check_unique(str(shard.path), [*tokens, (generated.request, generated.index)])
                     tokens.append((generated.request, generated.index))
             except TraceError as error:

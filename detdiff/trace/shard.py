@@ -214,11 +214,13 @@ def _check_names(path: Path, tensors: Mapping[str, Tensor]) -> None:
                 f"{path} has {name} as {tensor.dtype}; expected {dtype}. The file is damaged: record the "
                 "trace again."
             )
-        empty = 0 in tensor.shape and not name.startswith("row.")
+        # No top logits is a form of its own: a header that lacks them says so.
+        sizes = tensor.shape[:1] if name.startswith("gen.top_") else tensor.shape
+        empty = 0 in sizes and not name.startswith("row.")
         if empty or rank not in (None, len(tensor.shape)) or not tensor.shape:
             raise TensorShapeError(
                 f"{path} has {name} in the shape {list(tensor.shape)}; expected "
-                f"{'one or more' if rank is None else rank} dimensions and, but for row.*, none of them 0. "
+                f"{'one or more' if rank is None else rank} dimensions and, but for row.* and the k of gen.top_*, none of them 0. "
                 "The file is damaged: record the trace again."
             )
 

@@ -20,7 +20,15 @@ from detdiff.errors import (
     WriterClosed,
 )
 from detdiff.trace.buffer import Buffer, own_generated, own_rows
-from detdiff.trace.check import ROW_FIELDS, Limits, check_generated, check_rows, check_table
+from detdiff.trace.check import (
+    ROW_FIELDS,
+    Limits,
+    check_generated,
+    check_lacking,
+    check_lacking_sites,
+    check_rows,
+    check_table,
+)
 from detdiff.trace.event import check_event
 from detdiff.trace.files import replace_file, writing
 from detdiff.trace.header import FORWARDS, HEADER, SCHEMA, TEXTS, check, encode, parse_sites
@@ -61,7 +69,9 @@ class TraceWriter:
         self.path = Path(path)
         self._refuse_reserved(header)
         self._header = self._checked(header)
-        ports = ports_of(parse_sites(self._header))
+        sites = parse_sites(self._header)
+        check_lacking_sites("The header given to the writer", self._header, sites)
+        ports = ports_of(sites)
         self._limits = Limits(len(self._header["requests"]), 0, len(ports))
         self._shard_bytes, self._shard_forwards = shard_bytes, shard_forwards
         self._durable = durable
@@ -166,6 +176,7 @@ class TraceWriter:
         if not len(own.request):
             return
         check_generated("The batch", own, self._limits)
+        check_lacking("The batch", self._header.get("lacks", {}), own)
         top = (own.top_ids.shape[1], None if own.lens is None else own.lens.top_ids.shape[1:])
         tokens = set(zip(own.request.tolist(), own.index.tolist(), strict=True))
         if len(tokens) != len(own.request) or tokens & self._tokens or top != (self._top or top):

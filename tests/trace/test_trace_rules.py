@@ -41,6 +41,14 @@ def tensor_field(name: str, key: str, value: Any) -> Damage:
     return lambda path: samples.edit_shard(path, lambda header, _: header[name].update({key: value}))
 
 
+def both(first: Damage, second: Damage) -> Damage:
+    def damage(path: Path) -> None:
+        first(path)
+        second(path)
+
+    return damage
+
+
 def without(name: str) -> Damage:
     """Removes a tensor and closes the hole it leaves."""
 
@@ -218,6 +226,16 @@ CASES: dict[str, tuple[type[errors.TraceError], Damage]] = {
     "a verification of text": (errors.EventLineError, verification(choices="4")),
     "a verification without an end": (errors.EventLineError, verification(committed=None)),
     "a forward of a third model": (errors.ForwardLineError, forward_field(1, "model", "judge")),
+    "an engine without a name": (errors.TraceHeaderError, header_field("engine", {"settings": {}})),
+    "an engine as text": (errors.TraceHeaderError, header_field("engine", "mlx")),
+    "lacks without a reason": (errors.TraceHeaderError, header_field("lacks", {"cache": ""})),
+    "lacks of what no trace has": (errors.TraceHeaderError, header_field("lacks", {"colours": "none"})),
+    "sites although it lacks them": (errors.LacksError, header_field("lacks", {"sites": "a function"})),
+    "top logits although it lacks them": (errors.LacksError, header_field("lacks", {"logits": "a function"})),
+    "text that is no text": (
+        errors.LacksError,
+        both(element("gen.token", 0, 0xD800), header_field("lacks", {"tokens": "text"})),
+    ),
     "drafts as a list": (errors.TraceHeaderError, header_field("draft", [])),
     "counts as a number": (errors.TraceHeaderError, header_field("speculation", 1)),
     "a text without an id": (errors.TextLineError, appended("texts.jsonl", b'["a","b"]\n')),
