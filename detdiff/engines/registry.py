@@ -28,9 +28,7 @@ Factory = Callable[..., Any]
 
 def engine_of(scenario: Scenario) -> tuple[str, str | None, dict[str, Any]]:
     """A scenario's engine by name, its model and its engine settings: what decides which engine is opened."""
-    name = getattr(scenario, "engine", None) or DEFAULT
-    settings: Mapping[str, Any] = getattr(scenario, "engine_settings", None) or {}
-    return name, scenario.model or None, dict(settings)
+    return scenario.engine, scenario.model or None, dict(scenario.engine_settings)
 
 
 def same_engine(a: Scenario, b: Scenario) -> bool:

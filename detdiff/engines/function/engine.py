@@ -24,8 +24,7 @@ from detdiff.engines.rows import (
     write_rows,
 )
 from detdiff.errors import EngineAnswerInvalid, EngineFailed, EngineRefuses
-from detdiff.scenario import Capture, KernelPlan, Scenario
-from detdiff.scenario_parts import CachePlan, Schedule
+from detdiff.scenario import CachePlan, Capture, KernelPlan, Scenario, Schedule
 from detdiff.trace import Generated, Site, digest_rows, format_ranges, ports_of
 
 from .answers import Answer, EngineRequest, answer
