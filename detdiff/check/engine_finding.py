@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from detdiff.probe import Probe
-from detdiff.probe.words import spans_of
+from detdiff.probe.chart import spans_of
 from detdiff.report.words import count, escaped
 
 from .difference import Compared, Difference

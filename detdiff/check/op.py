@@ -10,9 +10,8 @@ from typing import Any, NoReturn
 
 from detdiff.errors import CheckSettingInvalid, CheckSubjectInvalid, NothingToCheck
 from detdiff.probe import Function, Probe, probe
-from detdiff.probe.arrays import LIBRARIES
-from detdiff.probe.function import DEFAULT_K
 from detdiff.probe.run import SEEDS
+from detdiff.probe.targets import DEFAULT_K, LIBRARIES
 from detdiff.report.words import escaped
 from detdiff_kernels.rounding import DTYPES
 

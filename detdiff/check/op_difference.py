@@ -10,7 +10,7 @@ import numpy as np
 from detdiff.compare.metrics import Values, ulp_distance
 from detdiff.probe import Function, Probe
 from detdiff.probe.operation import Operation
-from detdiff.probe.rows import Content, kept_rows
+from detdiff.probe.sweep import Content, kept_rows
 from detdiff_kernels.rounding import Float32
 
 _FLOATS = ("BF16", "F16", "F32", "F64")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from detdiff.probe import Probe
+from detdiff.probe.chart import spans_of
 from detdiff.probe.sweep import Finding
-from detdiff.probe.words import spans_of
 from detdiff.report.words import count
 
 from .op_difference import ElementDifference

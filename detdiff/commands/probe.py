@@ -16,12 +16,11 @@ from tabulate import tabulate
 from detdiff.commands.sides import Progress
 from detdiff.errors import CommandError
 from detdiff.probe import Function, Probe, find_target, probe
-from detdiff.probe.chart import chart
-from detdiff.probe.function import find_function
+from detdiff.probe.chart import chart, duration, letter, spans_of
 from detdiff.probe.operation import Target
 from detdiff.probe.run import DEFAULT_ROWS
 from detdiff.probe.sweep import Finding
-from detdiff.probe.words import duration, letter, spans_of
+from detdiff.probe.targets import find_function
 from detdiff.report.words import count, escaped
 
 SWEEP = "detdiff.probe-sweep/1"
@@ -107,7 +106,7 @@ def _shapes(asked: Asked, model: str) -> Iterator[tuple[str, str, tuple[str, ...
             yield shape.shape, "head" if shape.module is head else "linear", shape.sites, shape
         return
     from detdiff.engines.mlx.model import load
-    from detdiff.probe.sites import shapes_of
+    from detdiff.engines.mlx.probe_operations import shapes_of
 
     for one in shapes_of(load(model), asked.on or "native", asked.layout):
         yield str(one.shape), one.op, one.sites, one.first
@@ -122,7 +121,7 @@ def _target(asked: Asked) -> Target:
         return torch_site(load_torch(locate(asked.model)), asked.site, asked.model)
     if asked.target is None:
         from detdiff.engines.mlx.model import load
-        from detdiff.probe.sites import find_site
+        from detdiff.engines.mlx.probe_operations import find_site
 
         assert asked.model is not None and asked.site is not None
         return find_site(load(asked.model), asked.site, asked.on or "native", asked.layout)

@@ -5,9 +5,9 @@ Importing this imports neither mlx nor torch; what is probed does.
 
 from __future__ import annotations
 
-from .answer import Probe
-from .function import Function
-from .linear import Linear, Shape
+from .operation import Shape
+from .result import Probe
 from .run import find_target, probe
+from .targets import Function, Linear
 
 __all__ = ["Function", "Linear", "Probe", "Shape", "find_target", "probe"]

@@ -1,4 +1,4 @@
-"""One operation that takes rows, ready to be called with any number of them."""
+"""One operation that takes rows, ready to be called with any number of them; the arrays that it takes, and a linear one's shape."""
 
 from __future__ import annotations
 
@@ -10,10 +10,53 @@ import numpy as np
 from numpy.typing import NDArray
 
 from detdiff.compare.metrics import Values
-from detdiff.errors import ProbeResultUnusable
-from detdiff_kernels.rounding import Float32
+from detdiff.errors import ProbeBackendUnusable, ProbeResultUnusable, ProbeTargetInvalid
+from detdiff_kernels.rounding import DTYPES, Float32, narrow, rounded
+from detdiff_kernels.weights import AFFINE_BITS, Affine
 
-from .arrays import Arrays
+_NAMES = {
+    "float16": "F16",
+    "float32": "F32",
+    "float64": "F64",
+    "complex64": "C64",
+    "bool": "BOOL",
+    **{f"{kind}{bits}": f"{kind[0].upper()}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)},
+}
+
+
+class Arrays(Protocol):
+    """One array library."""
+
+    name: str
+
+    def make(self, x: Float32, dtype: str) -> Any:
+        """A new array of ``dtype`` from float32 values that have it."""
+
+    def finish(self, y: Any) -> None:
+        """Returns when ``y`` is computed."""
+
+    def values(self, y: Any) -> Values | None:
+        """Its bits; None for what is no array of numbers."""
+
+
+class NumpyArrays:
+    name = "numpy"
+
+    def make(self, x: Float32, dtype: str) -> Any:
+        if dtype == "bfloat16":
+            raise ProbeBackendUnusable(
+                "NumPy has no bfloat16, and the operation takes it. Probe it on native, torch or a profile, or take "
+                "float32 or float16."
+            )
+        return narrow(x, dtype).copy()
+
+    def finish(self, y: Any) -> None:
+        return None
+
+    def values(self, y: Any) -> Values | None:
+        name = _NAMES.get(str(y.dtype)) if isinstance(y, np.ndarray | np.generic) else None
+        return None if name is None else Values(np.ascontiguousarray(y).reshape(np.shape(y)), name)
+
 
 Float64 = NDArray[np.float64]
 
@@ -147,3 +190,79 @@ class Target(Protocol):
 
     def operation(self, seed: int) -> Operation:
         """Operations of one target have the same sizes; weights may be drawn by the seed."""
+
+
+FORM = "linear:K,N,dtype or linear:K,N,dtype,bits,group_size, such as linear:576,576,float32"
+GROUP_SIZES = (32, 64, 128)
+LARGEST = 1 << 31  # items of a weight
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A linear operation's sizes; ``bits`` and ``group_size`` are None for a dense weight."""
+
+    k: int
+    n: int
+    dtype: str
+    bits: int | None = None
+    group_size: int | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Shape:
+        """From ``K,N,dtype[,bits[,group_size]]``; raises ProbeTargetInvalid."""
+        parts = [part.strip() for part in text.split(",")]
+        numbers = [*parts[:2], *parts[3:]]
+        if not 3 <= len(parts) <= 5 or not all(p.isascii() and p.isdigit() and len(p) < 10 for p in numbers):
+            raise ProbeTargetInvalid(f"The target is 'linear:{text}'; expected {FORM}. Write it so.")
+        k, n, *rest = map(int, numbers)
+        bits = rest[0] if rest else None
+        found = cls(k, n, parts[2], bits, None if bits is None else rest[1] if len(rest) > 1 else 64)
+        found._check()
+        return found
+
+    def _check(self) -> None:
+        problem = None
+        if self.dtype not in DTYPES:
+            problem = f"the dtype {self.dtype!r}; expected {', '.join(DTYPES)}"
+        elif not (self.k and self.n and self.k * self.n <= LARGEST):
+            problem = (
+                f"sizes of {self.k} and {self.n}; both are at least 1, and a weight has at most 2^31 items"
+            )
+        elif self.bits is not None and self.bits not in AFFINE_BITS:
+            problem = f"{self.bits} bits; expected one of {', '.join(map(str, AFFINE_BITS))}"
+        elif self.group_size is not None and self.group_size not in GROUP_SIZES:
+            problem = f"groups of {self.group_size}; expected one of {', '.join(map(str, GROUP_SIZES))}"
+        elif self.group_size is not None and self.k % self.group_size:
+            problem = f"K = {self.k}, which groups of {self.group_size} do not divide"
+        if problem is not None:
+            raise ProbeTargetInvalid(
+                f"The target 'linear:{self}' has {problem}. Correct it; the form is {FORM}."
+            )
+
+    def __str__(self) -> str:
+        parts = [self.k, self.n, self.dtype, self.bits, self.group_size]
+        return ",".join(str(part) for part in parts if part is not None)
+
+    def dense(self, seed: int) -> Float32:
+        """A weight (n, k) of normals with variance 1/k, float32 that holds values of the dtype."""
+        random = np.random.default_rng([seed, 0])
+        weight = random.standard_normal((self.n, self.k), dtype=np.float32)
+        weight *= np.float32(1 / np.sqrt(self.k))
+        return rounded(weight, self.dtype)
+
+    def affine(self, seed: int) -> Affine:
+        """Random codes. Groups of 32 have the bias -scale * 2^(bits - 1), as GGUF's Q4_0 and Q8_0 blocks do."""
+        assert self.bits is not None and self.group_size is not None
+        random = np.random.default_rng([seed, 0])
+        words = (self.n, self.k * self.bits // 32)
+        packed: NDArray[np.uint32] = random.integers(0, 1 << 32, words, dtype=np.uint32)
+        middle = np.float32(1 << (self.bits - 1))
+        groups = (self.n, self.k // self.group_size)
+        spread = 1 + random.random(groups, dtype=np.float32)
+        scales = rounded((spread / (middle * np.float32(np.sqrt(self.k)))).astype(np.float32), self.dtype)
+        biases = -middle * scales
+        if self.group_size != 32:
+            biases = biases * (np.float32(0.75) + random.random(groups, dtype=np.float32) / 2)
+        return Affine(
+            packed, scales, rounded(biases.astype(np.float32), self.dtype), self.bits, self.group_size
+        )

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from detdiff.errors import ProbeRowsInvalid, ProbeTargetInvalid
 
-from .accuracy import Error, change, error
-from .answer import Probe
-from .function import Function, check_reference, find_function
-from .linear import FORM, Linear, Shape
-from .operation import Operation, Route, Target
-from .rows import Content, row_counts
-from .sweep import RUNS, OnCalls, Seen, classes, findings, look, work
-from .timing import Time, measure
+from .measures import Error, Time, change, error, measure
+from .operation import FORM, Operation, Route, Shape, Target
+from .result import Probe
+from .sweep import RUNS, Content, OnCalls, Seen, classes, findings, look, row_counts, work
+from .targets import Function, Linear, check_reference, find_function
 
 DEFAULT_ROWS = "1..16"
 SEEDS = 3
@@ -145,8 +143,6 @@ def _paths(operation: Operation, rows: tuple[int, ...]) -> dict[int, tuple[Route
 
 
 def _noted(found: Probe) -> Probe:
-    from dataclasses import replace
-
     return replace(found, notes=tuple(_notes(found)))
 
 
@@ -167,24 +163,14 @@ def _notes(found: Probe) -> Iterator[str]:
             "Times are those of reference kernels on this machine's CPU; of the real kernels they say nothing."
         )
     if found.on == "torch":
+        from .torch_sites import torch_note
+
         yield torch_note()
     if found.errors is None:
         yield (
             "No float64 answer is known for this operation, so no error is given; a function can bring one as its "
             "attribute reference."
         )
-
-
-def torch_note() -> str:
-    """What torch's kernels depend on besides M."""
-    import importlib
-
-    torch = importlib.import_module("torch")
-    threads = torch.get_num_threads()
-    return (
-        f"torch {torch.__version__} with {threads} thread{'' if threads == 1 else 's'}; with another number of threads its "
-        "kernels may change at other M."
-    )
 
 
 def _environment() -> dict[str, Any]:

@@ -12,14 +12,50 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from detdiff.errors import ProbeBackendUnusable, ProbeSiteUnknown, TorchMissing
-from detdiff_kernels.rounding import DTYPES
+import numpy as np
+from numpy.typing import NDArray
 
-from .arrays import TorchArrays
-from .operation import Float64, Operation, Weights
+from detdiff.compare.metrics import Values
+from detdiff.errors import ProbeBackendUnusable, ProbeSiteUnknown, TorchMissing
+from detdiff_kernels.rounding import DTYPES, Float32
+
+from .operation import Float64, NumpyArrays, Operation, Weights
 
 LAYOUT = "batch"
 """Rows lie as in a decode step of ``generate``: [M, 1, K]."""
+
+
+class TorchArrays:
+    """Raises ProbeBackendUnusable where torch is not installed."""
+
+    name = "torch"
+
+    def __init__(self) -> None:
+        try:
+            self._torch: Any = import_module("torch")
+        except ImportError as error:
+            raise ProbeBackendUnusable(
+                f"torch was asked for and cannot be imported here ({' '.join(str(error).split())}). Install it, or probe "
+                "on native or numpy."
+            ) from error
+
+    def make(self, x: Float32, dtype: str) -> Any:
+        return self._torch.from_numpy(x.copy()).to(getattr(self._torch, dtype))
+
+    def finish(self, y: Any) -> None:
+        if getattr(y, "is_cuda", False):
+            self._torch.cuda.synchronize()
+        elif getattr(y, "is_mps", False):
+            self._torch.mps.synchronize()
+
+    def values(self, y: Any) -> Values | None:
+        if not isinstance(y, self._torch.Tensor):
+            return None
+        y = y.detach().cpu().contiguous()
+        if y.dtype == self._torch.bfloat16:
+            bits: NDArray[Any] = y.view(self._torch.int16).numpy().view(np.uint16)
+            return Values(bits, "BF16")
+        return NumpyArrays().values(y.numpy())
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,3 +186,13 @@ def is_linear(module: Any) -> bool:
 def _wide(tensor: Any) -> Float64:
     found: Float64 = tensor.detach().double().numpy()
     return found
+
+
+def torch_note() -> str:
+    """What torch's kernels depend on besides M."""
+    torch = import_module("torch")
+    threads = torch.get_num_threads()
+    return (
+        f"torch {torch.__version__} with {threads} thread{'' if threads == 1 else 's'}; with another number of threads its "
+        "kernels may change at other M."
+    )

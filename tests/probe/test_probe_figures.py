@@ -15,11 +15,9 @@ from hypothesis import strategies as st
 from planted import K, exact, planted, probed
 
 from detdiff.probe import Function, Probe, probe
-from detdiff.probe.accuracy import ulp
-from detdiff.probe.chart import chart
+from detdiff.probe.chart import chart, duration, letter
+from detdiff.probe.measures import Time, crossing, ulp
 from detdiff.probe.operation import Weights
-from detdiff.probe.timing import Time, crossing
-from detdiff.probe.words import duration, letter
 
 SPACES = [("F32", np.float32), ("F16", np.float16), ("F64", np.float64)]
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from detdiff.errors import ProbeRowsInvalid
 from detdiff.probe import probe
-from detdiff.probe.rows import kept_rows, row_counts
+from detdiff.probe.sweep import kept_rows, row_counts
 
 
 @pytest.mark.parametrize(

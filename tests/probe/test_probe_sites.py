@@ -6,9 +6,9 @@ import mlx.core as mx
 import pytest
 from tiny import tiny
 
+from detdiff.engines.mlx.probe_operations import find_site, shapes_of
 from detdiff.errors import ProbeSiteUnknown
 from detdiff.probe import probe
-from detdiff.probe.sites import find_site, shapes_of
 
 
 @pytest.mark.parametrize("fmt", ["f32", "q4"])

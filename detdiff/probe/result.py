@@ -8,10 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from .accuracy import Change, Error
+from .measures import Change, Error, Time, crossing
 from .operation import Route
 from .sweep import Finding
-from .timing import Time, crossing
 
 SCHEMA = "detdiff.probe/1"
 

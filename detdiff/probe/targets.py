@@ -1,4 +1,7 @@
-"""``module:function``: an operation of the user's own."""
+"""What can be probed by its text: a linear operation with weights drawn by the seed, or a function of the user's own.
+
+``linear:K,N,dtype[,bits[,group_size]]`` on a backend, or ``module:function``. Array libraries are imported when they are used.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,76 @@ from typing import Any
 
 import numpy as np
 
-from detdiff.errors import ProbeFunctionFailed, ProbeFunctionMissing, ProbeResultUnusable, ProbeTargetInvalid
+from detdiff.errors import (
+    ProbeBackendUnusable,
+    ProbeFunctionFailed,
+    ProbeFunctionMissing,
+    ProbeResultUnusable,
+    ProbeTargetInvalid,
+)
 from detdiff_kernels.rounding import DTYPES
 
-from .arrays import arrays_of
-from .operation import Exact, Float64, Operation
+from .operation import Arrays, Exact, Float64, NumpyArrays, Operation, Shape, Weights
+
+LIBRARIES = ("numpy", "mlx", "torch")
+
+
+def arrays_of(name: str) -> Arrays:
+    """The library of that name; raises ProbeBackendUnusable."""
+    if name == "torch":
+        from .torch_sites import TorchArrays
+
+        return TorchArrays()
+    if name not in LIBRARIES:
+        raise ProbeBackendUnusable(
+            f"There is no array library named {name!r} here; expected one of {', '.join(LIBRARIES)}. Correct the name."
+        )
+    if name == "numpy":
+        return NumpyArrays()
+    from detdiff.engines.mlx.probe_operations import MlxArrays
+
+    return MlxArrays()
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A linear operation on one backend: ``native`` (MLX), ``numpy``, ``torch``, a profile or a kernel path.
+
+    ``layout`` is how rows lie on all but numpy and torch: "packed" [1, M, K] or "batch" [M, 1, K].
+    """
+
+    shape: Shape
+    on: str = "native"
+    layout: str = "packed"
+
+    @property
+    def name(self) -> str:
+        return f"linear:{self.shape}"
+
+    def operation(self, seed: int) -> Operation:
+        """Raises ProbeBackendUnusable for a backend that is not there or cannot run this shape."""
+        if self.on in ("numpy", "torch"):
+            return self._plain(seed)
+        from detdiff.engines.mlx.probe_operations import linear_module, module_operation
+
+        return module_operation(linear_module(self.shape, seed), self.on, self.layout, self.shape.dtype)
+
+    def _plain(self, seed: int) -> Operation:
+        if self.shape.bits is not None:
+            raise ProbeBackendUnusable(
+                f"{self.on} has no quantised matmul, and {self.name!r} has {self.shape.bits}-bit weights. Leave the bits "
+                "out, or probe it on native, a profile or a kernel."
+            )
+        arrays = arrays_of(self.on)
+        drawn = self.shape.dense(seed)
+        weight = arrays.make(drawn, self.shape.dtype).T
+        rows = Weights(self.shape.n, lambda first, last: drawn[first:last].astype(np.float64))
+
+        def call(x: Any) -> Any:
+            return x @ weight
+
+        return Operation(self.shape.k, self.shape.dtype, arrays, call, weights=rows)
+
 
 DEFAULT_K = 576
 LARGEST_K = 1 << 24
