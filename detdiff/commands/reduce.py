@@ -36,7 +36,7 @@ class Wanted:
 
 def reduced(asked: Asked, wanted: Wanted, progress: Progress, on_step: Callable[[Step], None]) -> Reduction:
     """Reduce what was asked for. Raises Interrupted, CommandError and what ``reduce`` raises."""
-    from detdiff.reduce import Wishes, reduce
+    from detdiff.reduce import ReduceOptions, reduce
 
     found = sides(replace(asked, replay=True))
     loaded = model_of(asked, found)
@@ -56,7 +56,7 @@ def reduced(asked: Asked, wanted: Wanted, progress: Progress, on_step: Callable[
                 budget=wanted.budget,
                 progress=on_token,
                 on_step=stepped,
-                wishes=Wishes(wanted.keep_flip, wanted.twin),
+                options=ReduceOptions(wanted.keep_flip, wanted.twin),
             )
     except KeyboardInterrupt:
         raise Interrupted(_left(wanted.folder, steps)) from None

@@ -8,12 +8,12 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .reduction import Reduction, Step, Wishes
+from .result import ReduceOptions, Reduction, Step
 
 if TYPE_CHECKING:
     from .run import reduce
 
-__all__ = ["Reduction", "Step", "Wishes", "reduce"]
+__all__ = ["ReduceOptions", "Reduction", "Step", "reduce"]
 
 
 def __getattr__(name: str) -> Any:

@@ -18,13 +18,10 @@ from detdiff.errors import NothingToReduce, ReductionError
 from detdiff.scenario import Scenario
 from detdiff.trace import Trace
 
-from .answer import Answer
-from .candidate import Candidate
-from .folder import Folder
-from .reduction import Reduction, Step, Wishes
+from .pair import Candidate, dropped, plain
+from .result import Outcome, ReduceOptions, Reduction, Step
 from .search import Search
-from .settings import dropped, plain
-from .trials import Progress, Trials
+from .trials import Progress, ReductionFolder, Trials
 
 Run = Trace | Scenario | Path | str
 OnStep = Callable[[Step], None]
@@ -42,7 +39,7 @@ def reduce(
     budget: int | None = None,
     progress: Progress | None = None,
     on_step: OnStep | None = None,
-    wishes: Wishes | None = None,
+    options: ReduceOptions | None = None,
 ) -> Reduction:
     """The smallest pair of scenarios whose runs part as those of ``a`` and ``b`` do: the same verdict, the same rung, the
     same site of the first origin on the same kernel paths, the same finding of the bookkeeping.
@@ -56,26 +53,26 @@ def reduce(
     Raises NothingToReduce where the runs do not part, ReductionOfAnotherCase and ReductionFolderUnusable, and what reading,
     loading and running raise. An interrupt leaves the folder as it was after the last step.
     """
-    wishes = wishes or Wishes()
+    options = options or ReduceOptions()
     runs = [_opened(run) for run in (a, b)]
     scenarios = [_scenario(run) for run in runs]
     models = _models(scenarios, loaded, draft)
     plain_ = [_plain(run, asked, models) for run, asked in zip(runs, scenarios, strict=True)]
     start = Candidate(plain_[0], plain_[1])
-    kept = Folder(folder, _case(start, models, wishes))
+    kept = ReductionFolder(folder, _case(start, models, options))
     with tempfile.TemporaryDirectory(prefix="detdiff-reduce-") as scratch:
         trials = Trials(kept, models, Path(scratch), budget, progress)
         steps: list[Step] = []
 
-        def step(said: str, pair: Candidate, answer: Answer) -> None:
+        def step(said: str, pair: Candidate, answer: Outcome) -> None:
             made = _step(len(steps), said, pair, answer)
             steps.append(made)
             if kept.step(made, pair, trials.write_twins) and on_step is not None:
                 on_step(made)
 
         try:
-            search = _started(trials, start, step, wishes)
-            search.run(_layers(models.target, start, wishes))
+            search = _started(trials, start, step, options)
+            search.run(_layers(models.target, start, options))
             verdict = trials.explained(search.now)
         finally:
             kept.write_pair()
@@ -94,14 +91,14 @@ def reduce(
         )
 
 
-def _started(trials: Trials, start: Candidate, step: Any, wishes: Wishes) -> Search:
-    search = Search(trials, start, step, flip=wishes.keep_flip)
+def _started(trials: Trials, start: Candidate, step: Any, options: ReduceOptions) -> Search:
+    search = Search(trials, start, step, flip=options.keep_flip)
     if search.original is None:
         raise NothingToReduce(
             f"There is nothing to reduce: {search.answer.why or 'the two runs do not part'}, each recorded anew on this machine. "
             "Expected two runs that part; `detdiff compare` shows what was compared."
         )
-    if wishes.keep_flip and not search.original.flip:
+    if options.keep_flip and not search.original.flip:
         raise NothingToReduce(
             "There is no flip to keep: the two runs part in bits, and every token is equal. Reduce them without keeping a flip, or "
             "let them generate more tokens."
@@ -145,13 +142,13 @@ def _plain(run: Trace | Scenario, asked: Scenario, models: Models) -> Scenario:
     return plain(asked, tokens)
 
 
-def _case(start: Candidate, models: Models, wishes: Wishes) -> dict[str, Any]:
+def _case(start: Candidate, models: Models, options: ReduceOptions) -> dict[str, Any]:
     here = environment()
     return {
         "pair": start.key,
         "model": _hash(models.target.identity),
         "draft": None if models.draft is None else _hash(models.draft.identity),
-        "wishes": vars(wishes),
+        "options": vars(options),
         "environment": {name: here[name] for name in _SAME_MACHINE},
     }
 
@@ -161,17 +158,17 @@ def _hash(identity: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _layers(model: LoadedModel, start: Candidate, wishes: Wishes) -> int | None:
+def _layers(model: LoadedModel, start: Candidate, options: ReduceOptions) -> int | None:
     """The model's layers, where twins may stand for it and can be made."""
-    if wishes.twin is False or RANDOM in model.config or start.a.force_tokens or start.b.force_tokens:
+    if options.twin is False or RANDOM in model.config or start.a.force_tokens or start.b.force_tokens:
         return None
-    if wishes.twin is None and start.a.model == "builtin":
+    if options.twin is None and start.a.model == "builtin":
         return None
     known = (model.path / "config.json").is_file()
     return layers_of(model.config) if known and model.config else None
 
 
-def _step(number: int, said: str, pair: Candidate, answer: Answer) -> Step:
+def _step(number: int, said: str, pair: Candidate, answer: Outcome) -> Step:
     limits = [request.max_tokens for request in pair.a.requests]
     return Step(
         number=number,

@@ -9,16 +9,35 @@ from typing import Final
 from detdiff.errors import ScenarioError
 from detdiff.explain.smallest import smallest
 
-from .answer import Answer
-from .candidate import Candidate, Twin
-from .least import least
-from .parting import Parting
-from .settings import lowered, plainer
-from .trials import Enough, Trials
+from .pair import Candidate, Twin, lowered, plainer
+from .result import DivergenceKind, Outcome
+from .trials import BudgetSpent, Trials
+
+
+def least_number(low: int, high: int, works: Callable[[int], bool]) -> int:
+    """A number from ``low`` to ``high`` that works; ``high`` is taken to work and is not tried.
+
+    Distances from ``low`` double until one works, and then halve down to it, so the answer is the least one where larger
+    numbers always work. ``works`` is asked no number twice.
+    """
+    failed, found, distance = low - 1, high, 0
+    while low + distance < high:
+        if works(low + distance):
+            found = low + distance
+            break
+        failed, distance = low + distance, 2 * distance + 1
+    while found - failed > 1:
+        middle = (failed + found) // 2
+        if works(middle):
+            found = middle
+        else:
+            failed = middle
+    return found
+
 
 Holds = Callable[[Candidate], bool]
 Phase = Callable[[Candidate, Holds], Candidate]
-OnStep = Callable[[str, Candidate, Answer], None]
+OnStep = Callable[[str, Candidate, Outcome], None]
 
 ROUNDS: Final = 4
 NEIGHBOURS: Final = 12
@@ -37,18 +56,18 @@ class Search:
     """
 
     def __init__(self, trials: Trials, start: Candidate, on_step: OnStep, *, flip: bool = False) -> None:
-        """Raises what running the original raises; ``parting`` is then what has to stay, ``kind`` its verdict."""
+        """Raises what running the original raises; ``original`` is then what has to stay."""
         self.now = start
         self.answer = trials.original(start)
         self.finished = False
         self._trials = trials
         self._on_step = on_step
         self._flip = flip
-        self._original = self.answer.parting
+        self._original = self.answer.kind
         self._kind = self._rule = ""
 
     @property
-    def original(self) -> Parting | None:
+    def original(self) -> DivergenceKind | None:
         return self._original
 
     def run(self, layers: int | None) -> None:
@@ -64,7 +83,7 @@ class Search:
                 self._rounds()
                 self._phase("fewer layers", lambda now, holds: _layers(now, holds, layers))
             self.finished = True
-        except Enough:
+        except BudgetSpent:
             return
 
     def _rounds(self) -> None:
@@ -91,7 +110,7 @@ class Search:
         return False
 
     def _best(self, phase: Phase, holds: Holds) -> Candidate:
-        """What a phase ends with, without the tokens that then come after the parting; where the budget ends, the best
+        """What a phase ends with, without the tokens that then come after the divergence; where the budget ends, the best
         so far, if there is one."""
         best = self.now
 
@@ -104,7 +123,7 @@ class Search:
 
         try:
             return self._cut(phase(self.now, noted), noted)
-        except Enough:
+        except BudgetSpent:
             if best == self.now:
                 raise
             return best
@@ -124,9 +143,9 @@ class Search:
         if candidate.a == candidate.b and self._kind != "race":
             return False
         found = self._trials.answer(candidate)
-        if found.parting is None or self._original is None or found.rows > self.answer.rows:
+        if found.kind is None or self._original is None or found.rows > self.answer.rows:
             return False
-        return self._original.alike(found.parting, flip=self._flip, layers=candidate.twin is not None)
+        return self._original.alike(found.kind, flip=self._flip, layers=candidate.twin is not None)
 
     def _is_alike(self, candidate: Candidate) -> bool:
         return self._looks_alike(candidate) and self._judged_alike(candidate)
@@ -137,7 +156,7 @@ class Search:
 
     def _requests(self, now: Candidate, holds: Holds) -> Candidate:
         """The request that parts first alone, then with one neighbour, then the smallest set."""
-        first = self._trials.answer(now).focus or now.ids[0]
+        first = self._trials.answer(now).first_request or now.ids[0]
         others = [id for id in now.ids if id != first]
 
         def works(ids: Sequence[str]) -> bool:
@@ -172,7 +191,7 @@ def _prompts(now: Candidate, holds: Holds) -> Candidate:
     def all_of(length: int) -> Candidate:
         return now.with_prompts({id: tokens[:length] for id, tokens in prompts.items()})
 
-    length = least(1, longest, lambda n: holds(all_of(n)))
+    length = least_number(1, longest, lambda n: holds(all_of(n)))
     if length < longest:
         now = all_of(length)
     for id in _longest_first(now, {id: len(tokens) for id, tokens in now.prompts.items()}):
@@ -186,7 +205,7 @@ def _prompt(now: Candidate, id: str, holds: Holds) -> Candidate:
     def first(length: int) -> Candidate:
         return now.with_prompts({id: tokens[:length]})
 
-    length = least(1, len(tokens), lambda n: holds(first(n)))
+    length = least_number(1, len(tokens), lambda n: holds(first(n)))
     if length < len(tokens):
         now, tokens = first(length), tokens[:length]
     size = -(-len(tokens) // CHUNKS)
@@ -204,7 +223,11 @@ def _prompt(now: Candidate, id: str, holds: Holds) -> Candidate:
 def _tokens(now: Candidate, holds: Holds) -> Candidate:
     for id in _longest_first(now, now.max_tokens):
         base = now
-        limit = least(1, now.max_tokens[id], lambda n, base=base, id=id: holds(base.with_tokens({id: n})))  # type: ignore[misc]
+
+        def works(limit: int, base: Candidate = base, id: str = id) -> bool:
+            return holds(base.with_tokens({id: limit}))
+
+        limit = least_number(1, now.max_tokens[id], works)
         if limit < now.max_tokens[id]:
             now = now.with_tokens({id: limit})
     return now
@@ -219,7 +242,7 @@ def _arrivals(now: Candidate, holds: Holds) -> Candidate:
         return at_once
     for id, arrival in late.items():
         base = now
-        found = least(0, arrival, lambda n, base=base, id=id: holds(base.with_arrivals({id: n})))  # type: ignore[misc]
+        found = least_number(0, arrival, lambda n, base=base, id=id: holds(base.with_arrivals({id: n})))  # type: ignore[misc]
         if found < arrival:
             now = now.with_arrivals({id: found})
     return now
@@ -241,5 +264,5 @@ def _layers(now: Candidate, holds: Holds, layers: int) -> Candidate:
         return replace(now, twin=replace(twin, layers=n))
 
     high = twin.layers or layers
-    found = least(1, high, lambda n: holds(cut(n)))
+    found = least_number(1, high, lambda n: holds(cut(n)))
     return cut(found) if found < high else now

@@ -130,7 +130,7 @@ def test_what_does_not_part_is_an_error(scenario: Path, tmp_path: Path) -> None:
 
 def test_the_folder_of_another_case_is_an_error(scenario: Path, text: tuple[str, Path]) -> None:
     found = paragraph(run(*arguments(scenario, text[1], "--keep-flip")))
-    assert "holds the reduction of another case: wishes in its case.json" in found
+    assert "holds the reduction of another case: options in its case.json" in found
 
 
 def test_three_files_and_no_folder_are_errors(scenario: Path, tmp_path: Path) -> None:

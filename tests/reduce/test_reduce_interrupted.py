@@ -14,7 +14,7 @@ from crowded import crowded, reduced
 from fault_case import Trial
 
 from detdiff.errors import NothingToReduce, ReductionFolderUnusable, ReductionOfAnotherCase
-from detdiff.reduce import Reduction, Step, Wishes
+from detdiff.reduce import ReduceOptions, Reduction, Step
 from detdiff.scenario import Scenario
 
 STEPS = 4
@@ -133,8 +133,8 @@ def test_the_folder_of_another_case_is_refused(whole: Reduction, tmp_path: Path)
     shutil.copytree(whole.folder, tmp_path / "smaller")
     with pytest.raises(ReductionOfAnotherCase, match="another case: pair in its case.json"):
         reduced(crowded(14, 3, lengths=(5,), max_tokens=4), tmp_path / "smaller")
-    with pytest.raises(ReductionOfAnotherCase, match="another case: wishes in its case.json"):
-        reduced(small(), tmp_path / "smaller", wishes=Wishes(keep_flip=True))
+    with pytest.raises(ReductionOfAnotherCase, match="another case: options in its case.json"):
+        reduced(small(), tmp_path / "smaller", options=ReduceOptions(keep_flip=True))
 
 
 @pytest.mark.parametrize("full", ["directory", "file"])
@@ -158,7 +158,7 @@ def test_two_runs_that_do_not_part_are_nothing_to_reduce(tmp_path: Path) -> None
 
 def test_a_flip_is_kept_where_it_is_asked_for(tmp_path: Path) -> None:
     trial = crowded(9, 3, lengths=(), max_tokens=10)
-    found = reduced(trial, tmp_path / "smaller", wishes=Wishes(keep_flip=True))
+    found = reduced(trial, tmp_path / "smaller", options=ReduceOptions(keep_flip=True))
     assert found.verdict.divergence is not None
     assert any(request.flip is not None for request in found.verdict.divergence.requests)
     assert found.rows_after < found.rows_before

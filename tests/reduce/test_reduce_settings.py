@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from detdiff.reduce.candidate import Candidate, Twin
-from detdiff.reduce.parting import Parting
-from detdiff.reduce.settings import dropped, lowered, plainer, short_toml
+from detdiff.reduce.pair import Candidate, Twin, dropped, lowered, plainer, short_toml
+from detdiff.reduce.result import DivergenceKind
 from detdiff.scenario import Scenario
 
 FILES = sorted((Path(__file__).parents[2] / "traces" / "reference-case").glob("*.toml"))
@@ -97,7 +96,7 @@ def test_the_key_tells_candidates_apart() -> None:
     assert start.with_tokens({"two": 5000}).key == start.key == replace(start).key
 
 
-PLAIN = Parting("bits", "layers.3.mlp.up_proj", "linear", "x/mv", "x/mm", None, False, True)
+PLAIN = DivergenceKind("bits", "layers.3.mlp.up_proj", "linear", "x/mv", "x/mm", None, False, True)
 
 
 @pytest.mark.parametrize(
@@ -120,12 +119,12 @@ def test_layers_may_differ_where_asked_and_a_flip_may_have_to_stay() -> None:
     other = replace(PLAIN, site="layers.0.mlp.up_proj")
     assert PLAIN.alike(other, flip=False, layers=True) and not PLAIN.alike(other, flip=True, layers=True)
     assert not PLAIN.alike(replace(PLAIN, site="layers.0.mlp.gate_proj"), flip=False, layers=True)
-    flipped = Parting("tokens", None, None, None, None, None, True, True)
+    flipped = DivergenceKind("tokens", None, None, None, None, None, True, True)
     assert flipped.alike(flipped, flip=False, layers=False)
     assert not flipped.alike(replace(flipped, flip=False), flip=False, layers=False)
 
 
 def test_a_parting_survives_the_disk() -> None:
-    assert Parting.from_json(PLAIN.to_json()) == PLAIN
+    assert DivergenceKind.from_json(PLAIN.to_json()) == PLAIN
     with pytest.raises(KeyError):
-        Parting.from_json({"rung": "bits"})
+        DivergenceKind.from_json({"rung": "bits"})

@@ -21,7 +21,7 @@ from detdiff.engines.mlx.record import record
 from detdiff.engines.mlx.twin import draw, layers_of, twin_of, with_layers
 from detdiff.errors import ModelConfigInvalid, ModelError, TokenizerMissing
 from detdiff.explain import DECIDING, explain
-from detdiff.reduce import Step, Wishes, reduce
+from detdiff.reduce import ReduceOptions, Step, reduce
 from detdiff.scenario import Scenario
 
 QUANTISED = {"group_size": 32, "bits": 4, "mode": "affine"}
@@ -239,7 +239,7 @@ def test_a_draft_has_a_twin_beside_that_of_its_target(tmp_path: Path) -> None:
 
 def test_a_twin_is_left_out_where_it_is_not_wanted(tmp_path: Path) -> None:
     model = write_directory(tmp_path / "model")
-    found = reduce(*pair(model), folder=tmp_path / "own", wishes=Wishes(twin=False))
+    found = reduce(*pair(model), folder=tmp_path / "own", options=ReduceOptions(twin=False))
     assert not found.twin and found.scenario_a.model == str(model)
     assert not (tmp_path / "own" / "twin").exists() and found.rows_after * 4 <= found.rows_before
 
