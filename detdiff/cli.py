@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import json
+import logging
 import os
 import shlex
 import shutil
@@ -15,14 +16,16 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from detdiff import __version__
-from detdiff.commands.failure import Failure
-from detdiff.commands.host import quiet_hosts
-from detdiff.commands.sides import Asked, OnToken, named, record_trace, recorded, sides
+from detdiff.errors import Failure
+
+if TYPE_CHECKING:
+    # What a command needs is imported by it: --help of all of them loads nothing.
+    from detdiff.commands.sides import Asked, OnToken
 
 IDENTICAL, DIFFERENT, TROUBLE, INCONCLUSIVE = 0, 1, 2, 3
 EXIT_CODES = """\b
@@ -31,6 +34,15 @@ Exit codes:
   1  different
   2  trouble: bad arguments or input, interrupted, disk full
   3  inconclusive: nothing comparable, not everything compared, cause undetermined (explain)"""
+# Read by the libraries that load models when they are imported: a command is quiet about them. What the user has set stays.
+QUIET = {
+    "TRANSFORMERS_VERBOSITY": "error",
+    "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_DISABLE_SYMLINKS_WARNING": "1",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "HF_HUB_VERBOSITY": "error",
+}
 _JSON, _DEBUG = "detdiff.json", "detdiff.debug"
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -98,6 +110,43 @@ def json_option(function: F) -> F:
     )(function)
 
 
+def engine_option(short: str) -> Callable[[F], F]:
+    """--engine, and what it is short for."""
+    return click.option(
+        "--engine",
+        metavar="NAME",
+        help=f"Short for {short} engine=NAME: mlx, transformers, an installed one, or a factory as package.module:factory.",
+    )
+
+
+def import_option(function: F) -> F:
+    """--import: a module before a run."""
+    return click.option(
+        "--import",
+        "imports",
+        metavar="MODULE",
+        multiple=True,
+        help="Import this module first, such as a patch of mlx-lm; traces name it with its source's hash.",
+    )(function)
+
+
+def _import(names: tuple[str, ...]) -> None:
+    if names:
+        from detdiff.engines.registry import import_before_runs
+
+        for name in names:
+            import_before_runs(name)
+
+
+def across_option(function: F) -> F:
+    """--across-models."""
+    return click.option(
+        "--across-models",
+        is_flag=True,
+        help="The sides may have different weights: tokens, logits and sites of the same name are compared.",
+    )(function)
+
+
 def sides_options(traces: str, *, keep: bool = True) -> Callable[[F], F]:
     """What says which two sides there are; ``traces`` opens what --model means beside them, ``keep`` adds --keep."""
     options = (
@@ -126,6 +175,8 @@ def sides_options(traces: str, *, keep: bool = True) -> Callable[[F], F]:
         click.option(
             "--kernels", metavar="NAME", help="Short for --both kernels=NAME: a dispatch profile, or native."
         ),
+        engine_option("--both"),
+        import_option,
     )
     keep_option = click.option(
         "--keep", metavar="DIR", type=click.Path(path_type=Path), help="Keep the traces as DIR/a and DIR/b."
@@ -164,7 +215,10 @@ def _progress(label: str) -> Iterator[OnToken | None]:
 )
 def main() -> None:
     """Record two runs of a language model and find where, and why, they part."""
-    quiet_hosts()
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
+    for name in ("transformers", "huggingface_hub"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     # Asked to end, a run ends as by Ctrl-C: what was recorded is written, and temporary traces are removed.
     for name in ("SIGTERM", "SIGHUP"):
         if hasattr(signal, name):
@@ -183,20 +237,33 @@ def main() -> None:
 )
 @click.option("--capture", metavar="LEVEL", help="digest, full or window; short for --set capture=LEVEL.")
 @click.option("--set", "changes", metavar="KEY=VALUE", multiple=True, help="Change a key of the scenario.")
+@engine_option("--set")
+@import_option
 @json_option
-def record(scenario: Path, trace: Path, capture: str | None, changes: tuple[str, ...], as_json: bool) -> None:
+def record(
+    scenario: Path,
+    trace: Path,
+    capture: str | None,
+    changes: tuple[str, ...],
+    engine: str | None,
+    imports: tuple[str, ...],
+    as_json: bool,
+) -> None:
     """Run SCENARIO, a TOML file, and write its trace.
 
     Example: detdiff record scenario.toml -o traces/a --set schedule=continuous
     """
     from detdiff.commands.show import summary, summary_text
+    from detdiff.commands.sides import record_trace
     from detdiff.scenario import Scenario, parse_flags
 
-    if capture is not None:
-        changes = (*changes, f"capture={capture}")
+    _import(imports)
+    for key, value in (("capture", capture), ("engine", engine)):
+        if value is not None:
+            changes = (*changes, f"{key}={value}")
     asked = Scenario.from_toml(scenario).with_changes(**parse_flags(_words(changes)))
     with _progress("recording") as on_token:
-        found = summary(record_trace(asked, trace, None, on_token))
+        found = summary(record_trace(asked, trace, on_token))
     if as_json:
         _write_json(found)
     else:
@@ -213,6 +280,7 @@ def record(scenario: Path, trace: Path, capture: str | None, changes: tuple[str,
     metavar="FROM",
     help="Feed side b the tokens of a, or those of a trace, to compare past the first flip.",
 )
+@across_option
 @click.option("--partial", is_flag=True, help="Read what is left of damaged traces.")
 @json_option
 def compare(files: tuple[Path, ...], **options: Any) -> None:
@@ -224,6 +292,7 @@ def compare(files: tuple[Path, ...], **options: Any) -> None:
     Example: detdiff compare --model builtin --prompt "In the beginning" --prompt "My son" --both "layout=packed
     kernels=candle-metal" --a schedule=serial --b "schedule=continuous arrivals=0,5"
     """
+    from detdiff.commands.sides import named, recorded, sides
     from detdiff.compare import compare as compare_traces
     from detdiff.report import divergence_text, to_json
 
@@ -231,8 +300,10 @@ def compare(files: tuple[Path, ...], **options: Any) -> None:
         raise click.UsageError(f"compare takes two files at most, and there are {len(files)}.")
     asked = _asked(files, options)
     found = sides(asked)
-    with recorded(found, asked.keep, _progress) as (a, b):
-        answer = compare_traces(a, b)
+    across = asked.across_models
+    with recorded(found, asked.keep, _progress, across_models=across) as (a, b):
+        how: dict[str, Any] = {"across_models": True} if across else {}
+        answer = compare_traces(a, b, **how)
         if options["replay"]:
             from detdiff.replay import replay
 
@@ -355,6 +426,7 @@ def file_option(name: str, metavar: str, help: str, **more: Any) -> Callable[[F]
 @file_option("--json", "FILE", "Write JSON; - is the standard output.", callback=_json_file, is_eager=True)
 @file_option("--plots", "DIR", "Write each picture as an SVG file.")
 @file_option("--pack", "ZIP", "Write all that running it again needs, weights left out.")
+@across_option
 @click.option("--partial", is_flag=True, help="Read what is left of damaged traces.")
 def report(files: tuple[Path, ...], why: bool, budget: int | None, **options: Any) -> None:
     """Turn a comparison or a verdict into something to read, to paste into an issue, and to look at.
@@ -406,7 +478,12 @@ def _colourful() -> bool:
 
 
 def _asked(files: tuple[Path, ...], options: Mapping[str, Any]) -> Asked:
-    short = [f"{key}={options[key]}" for key in ("split_rows", "kernels") if options[key] is not None]
+    from detdiff.commands.sides import Asked
+
+    _import(options["imports"])
+    short = [
+        f"{key}={options[key]}" for key in ("split_rows", "kernels", "engine") if options[key] is not None
+    ]
     return Asked(
         files=files,
         model=options["model"],
@@ -418,6 +495,8 @@ def _asked(files: tuple[Path, ...], options: Mapping[str, Any]) -> Asked:
         keep=options["keep"],
         replay=options.get("replay", False),
         force_tokens=options.get("force_tokens"),
+        across_models=options.get("across_models", False),
+        imports=options["imports"],
     )
 
 
@@ -552,10 +631,9 @@ def profiles(name: str | None, as_json: bool, **options: Any) -> None:
 
     Example: detdiff profiles mlx-metal --m 1..32 --k 2048 --n 2048
     """
-    from detdiff.commands import profile_question
     from detdiff.commands import profiles as answers
 
-    question = profile_question.asked(options)
+    question = answers.asked(options)
     if name is None:
         if question is not None:
             raise click.UsageError("The sizes ask about a profile; give its NAME first.")

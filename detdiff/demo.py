@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from detdiff.commands.sides import Progress, record_trace
+from detdiff.commands.sides import Engines, Progress, record_trace
 from detdiff.compare import Divergence, compare
 from detdiff.report import divergence_text, to_json
 from detdiff.report.words import shown
@@ -71,26 +71,30 @@ def run_demo(progress: Progress) -> Iterator[Case]:
 
     Raises the DetdiffError of a run that fails.
     """
-    case = None
+    case, engines = None, Engines()
     for anchor, tokens in ANCHORS:
-        case = _case("serial against continuous", (anchor, FOLLOWER), f"{BASE} max_tokens={tokens}", progress)
+        case = _case(
+            "serial against continuous", (anchor, FOLLOWER), f"{BASE} max_tokens={tokens}", progress, engines
+        )
         yield case
         if case.flips:
             break
     assert case is not None
     flags = f"{BASE.replace('split_rows=4', f'split_rows={HELD}')} max_tokens={tokens}"
-    yield _case(f"the same with the path held, split_rows={HELD}", (anchor, FOLLOWER), flags, progress)
+    yield _case(
+        f"the same with the path held, split_rows={HELD}", (anchor, FOLLOWER), flags, progress, engines
+    )
     anchor, tokens = QUIET
-    yield _case("other prompts", (anchor, QUIET_FOLLOWER), f"{BASE} max_tokens={tokens}", progress)
+    yield _case("other prompts", (anchor, QUIET_FOLLOWER), f"{BASE} max_tokens={tokens}", progress, engines)
 
 
-def _case(title: str, prompts: tuple[str, str], flags: str, progress: Progress) -> Case:
+def _case(title: str, prompts: tuple[str, str], flags: str, progress: Progress, engines: Engines) -> Case:
     with tempfile.TemporaryDirectory(prefix="detdiff-demo-") as folder:
         traces = []
         for name, schedule in (("serial", SERIAL), ("continuous", CONTINUOUS)):
             scenario = _named(Scenario.from_flags("builtin", prompts, f"{flags} {schedule}"))
             with progress(name) as on_token:
-                traces.append(record_trace(scenario, Path(folder) / name, None, on_token, kept=False))
+                traces.append(record_trace(scenario, Path(folder) / name, on_token, engines, kept=False))
         found = compare(*traces)
         return Case(title, prompts[0], _without_paths(found), _excerpts(found, traces))
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 from detdiff.compare import Divergence, RequestDivergence, compare
-from detdiff.engines.mlx.model import LoadedModel, load
+from detdiff.engines.base import Engine, RunOptions
+from detdiff.engines.record import record
+from detdiff.engines.registry import open_engine, same_engine
 from detdiff.errors import ReplayError
 from detdiff.scenario import Scenario
 from detdiff.trace import Trace
@@ -50,13 +50,16 @@ def replay(
     places = {r.id: _positions(r) for r in divergence.requests if not r.identical}
     if not any(places.values()):
         return divergence
-    options = {"values": places, "progress": progress}
-    load_once = cache(load)  # both sides mostly name one model, and its weights are staged once
+    options = RunOptions(values=places, progress=progress)
     with tempfile.TemporaryDirectory(prefix="detdiff-replay-") as folder:
-        again = []
+        again: list[Trace] = []
+        opened: tuple[Scenario, Engine] | None = None
         for trace, side in ((a, "a"), (b, "b")):
             scenario = _moved(trace, model)
-            again.append(_run(scenario, load_once(scenario.model), trace, Path(folder) / side, options))
+            # Both sides mostly name one engine, whose weights are staged once.
+            if opened is None or not same_engine(opened[0], scenario):
+                opened = scenario, open_engine(scenario)
+            again.append(_run(scenario, opened[1], trace, Path(folder) / side, options))
         found = compare(*again)
         note = (
             f"replayed: both runs again, {found.compared.rows} rows; the digests are those of the traces, and values "
@@ -82,18 +85,15 @@ def _moved(trace: Trace, model: str | None) -> Scenario:
     return scenario if model is None else replace(scenario, model=model)
 
 
-def _run(scenario: Scenario, loaded: LoadedModel, trace: Trace, path: Path, options: dict[str, Any]) -> Trace:
-    # The engine needs mlx; comparing does not, so it is loaded only here.
-    from detdiff.engines.mlx.record import RecordOptions, record
-
+def _run(scenario: Scenario, engine: Engine, trace: Trace, path: Path, options: RunOptions) -> Trace:
     for key in ("config_sha256", "weights_sha256", "tokenizer_sha256"):
-        if loaded.identity.get(key) != trace.model.get(key):
+        if engine.identity.get(key) != trace.model.get(key):
             raise ReplayError(
-                f"The model {scenario.model!r} has the {key.partition('_')[0]} hash {loaded.identity.get(key)}; the trace "
+                f"The model {scenario.model!r} has the {key.partition('_')[0]} hash {engine.identity.get(key)}; the trace "
                 f"{trace.path} was recorded with {trace.model.get(key)}. Name the model it was recorded with, or record "
                 "again."
             )
-    again = record(scenario, path, loaded=loaded, options=RecordOptions(**options))
+    again = record(scenario, path, engine=engine, options=options)
     check = compare(trace, again)
     if not check.identical:
         parted = next((r for r in check.requests if not r.identical), None)

@@ -7,7 +7,8 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from detdiff.commands.sides import Asked, OnToken, Progress, Side, named, recorded, sides
+from detdiff.commands.sides import Asked, Engines, OnToken, Progress, Side, as_given, named, recorded, sides
+from detdiff.engines.registry import same_engine
 from detdiff.explain import Verdict
 from detdiff.scenario import Scenario
 from detdiff.trace import Trace
@@ -18,34 +19,39 @@ if TYPE_CHECKING:
 Pair = tuple[Trace, Trace]
 
 
-def explained(asked: Asked, controls: Sequence[str], budget: int | None, progress: Progress) -> Verdict:
+def explained(
+    asked: Asked,
+    controls: Sequence[str],
+    budget: int | None,
+    progress: Progress,
+) -> Verdict:
     """The verdict on what was asked for. Raises CommandError and what reading, recording and running raise."""
     found = sides(replace(asked, replay=True))
-    loaded = model_of(asked, found)
-    with recorded(found, asked.keep, progress, loaded) as traces, Bars(progress) as bars:
-        return verdict_on(traces, found, asked, loaded, bars, controls, budget)
+    engines = Engines()
+    with recorded(found, asked.keep, progress, engines) as traces, Bars(progress) as bars:
+        return verdict_on(traces, found, asked, engines, bars, controls, budget)
 
 
-def model_of(asked: Asked, found: tuple[Side, Side]) -> LoadedModel | None:
+def model_of(asked: Asked, found: tuple[Side, Side], engines: Engines) -> LoadedModel | None:
     """The one model of both sides, loaded for all runs that follow; None where traces say themselves what to load.
 
-    Raises what loading raises.
+    Raises what opening an engine raises.
     """
-    from detdiff.engines.mlx.model import load
-
+    scenarios = [_scenario(side) for side in found]
     if asked.files and asked.model is not None:
-        return load(asked.model)
-    if any(isinstance(side.source, Scenario) for side in found):
-        models = {_model(side) for side in found}
-        return load(models.pop()) if len(models) == 1 else None
-    return None
+        scenarios = [replace(scenario, model=asked.model) for scenario in scenarios]
+    elif not any(isinstance(side.source, Scenario) for side in found):
+        return None
+    if not same_engine(*scenarios):
+        return None
+    return getattr(engines.of(scenarios[0]), "loaded", None)
 
 
 def verdict_on(
     traces: Pair,
     found: tuple[Side, Side],
     asked: Asked,
-    loaded: LoadedModel | None,
+    engines: Engines,
     bars: Bars,
     controls: Sequence[str] = (),
     budget: int | None = None,
@@ -57,33 +63,19 @@ def verdict_on(
         *traces,
         controls=controls or None,
         budget=budget,
-        loaded=loaded,
+        loaded=model_of(asked, found, engines),
         progress=bars.on_token,
         on_control=bars.next,
     )
-    if verdict.divergence is None:
-        return _as_given(verdict, found, traces)
-    return replace(verdict, divergence=named(verdict.divergence, found, asked.keep))
+    if verdict.divergence is not None:
+        verdict = replace(verdict, divergence=named(verdict.divergence, found, asked.keep))
+    return verdict if asked.keep is not None else as_given(verdict, found, traces)
 
 
-def _as_given(verdict: Verdict, found: tuple[Side, Side], traces: Pair) -> Verdict:
-    """What the user named in the place of temporary paths, which are gone when the verdict is read."""
-
-    def words(text: str) -> str:
-        for side, trace in zip(found, traces, strict=True):
-            if isinstance(side.source, Scenario):
-                text = text.replace(str(trace.path), side.given)
-        return text
-
-    evidence = tuple(replace(each, said=words(each.said)) for each in verdict.evidence)
-    return replace(verdict, said=words(verdict.said), evidence=evidence)
-
-
-def _model(side: Side) -> str:
-    if isinstance(side.source, Trace):
-        return str(side.source.scenario["model"])
-    assert isinstance(side.source, Scenario)
-    return side.source.model
+def _scenario(side: Side) -> Scenario:
+    if isinstance(side.source, Scenario):
+        return side.source
+    return Scenario.from_dict(side.source.scenario, where=f"the scenario of {side.given}")
 
 
 class Bars:

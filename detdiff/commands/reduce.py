@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from tabulate import tabulate
 
 from detdiff.commands.explain import model_of
-from detdiff.commands.sides import Asked, Progress, Side, sides
+from detdiff.commands.sides import Asked, Engines, Progress, Side, sides
 from detdiff.errors import Interrupted
 from detdiff.report.words import count, escaped
 from detdiff.scenario import Scenario
@@ -39,7 +39,7 @@ def reduced(asked: Asked, wanted: Wanted, progress: Progress, on_step: Callable[
     from detdiff.reduce import ReduceOptions, reduce
 
     found = sides(replace(asked, replay=True))
-    loaded = model_of(asked, found)
+    loaded = model_of(asked, found, Engines())
     pair = [_moved(side, asked) for side in found]
     steps: list[Step] = []
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from detdiff.commands.sides import Asked, Progress, Side, named, recorded, sides
+from detdiff.commands.sides import Asked, Engines, Progress, Side, named, recorded, sides
 from detdiff.compare import compare, series
 from detdiff.errors import CommandError, DetdiffError, Interrupted, TraceError
 from detdiff.report.build import build
@@ -175,18 +175,20 @@ def reported(asked: Asked, why: Why, progress: Progress) -> Iterator[Made]:
     found = sides(replace(asked, replay=asked.replay or why.replay or why.explain))
     with ExitStack() as stack:
         if why.explain:
-            from detdiff.commands.explain import Bars, model_of, verdict_on
+            from detdiff.commands.explain import Bars, verdict_on
 
-            loaded = model_of(asked, found)
-            traces = stack.enter_context(recorded(found, asked.keep, progress, loaded))
+            engines = Engines()
+            traces = stack.enter_context(recorded(found, asked.keep, progress, engines))
             with Bars(progress) as bars:
-                verdict = verdict_on(traces, found, asked, loaded, bars, budget=why.budget)
+                verdict = verdict_on(traces, found, asked, engines, bars, budget=why.budget)
             divergence = verdict.divergence
             if why.replay and divergence is not None:
                 divergence = _divergence(traces, found, asked, why, progress)
         else:
             verdict = None
-            traces = stack.enter_context(recorded(found, asked.keep, progress))
+            traces = stack.enter_context(
+                recorded(found, asked.keep, progress, across_models=asked.across_models)
+            )
             divergence = _divergence(traces, found, asked, why, progress)
         drawn = None if divergence is None else series(*traces, divergence)
         yield Made(build(divergence, verdict, drawn, command(asked, found)), traces)
@@ -272,6 +274,8 @@ def command(asked: Asked, found: Sequence[Side]) -> str:
     words = ["detdiff", "explain", *(str(path) for path in asked.files)]
     if asked.partial:
         words.append("--partial")
+    for name in asked.imports:
+        words += ["--import", name]
     if asked.model is not None:
         words += ["--model", asked.model]
     for prompt in asked.prompts:

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import shlex
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from detdiff.errors import CommandError, DetdiffError, Interrupted, TraceExists
+from detdiff.engines.base import RESET, Engine, RunOptions
+from detdiff.engines.record import record
+from detdiff.engines.registry import DEFAULT, open_engine, same_engine
+from detdiff.errors import CommandError, DetdiffError, Interrupted, NothingComparable, TraceExists
 from detdiff.scenario import Scenario, located, parse_flags
 from detdiff.trace import Trace
 
 if TYPE_CHECKING:
     from detdiff.compare import Divergence
-    from detdiff.engines.mlx.model import LoadedModel
+
+T = TypeVar("T")
 
 OnToken = Callable[[int, int], None]
 Progress = Callable[[str], AbstractContextManager[OnToken | None]]
@@ -27,7 +31,8 @@ Progress = Callable[[str], AbstractContextManager[OnToken | None]]
 class Asked:
     """The arguments of a comparison; ``both``, ``a`` and ``b`` are flags, ``a`` and ``b`` win over ``both``.
 
-    ``force_tokens`` is "a" or a trace's directory.
+    ``force_tokens`` is "a" or a trace's directory. ``across_models``: two sets of weights may be compared. ``imports`` are the
+    modules that were imported before.
     """
 
     files: tuple[Path, ...] = ()
@@ -40,6 +45,8 @@ class Asked:
     keep: Path | None = None
     replay: bool = False
     force_tokens: str | None = None
+    across_models: bool = False
+    imports: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -120,7 +127,13 @@ def _check_files(asked: Asked) -> None:
 
 
 def _from_flags(asked: Asked) -> tuple[Side, Side]:
-    if asked.model is None:
+    flags = {}
+    for name, own in (("a", asked.a), ("b", asked.b)):
+        with located(f"side {name}"):
+            flags[name] = merged(asked.both, own)
+    if asked.model is None and not all(
+        parse_flags(own).keys() & {"model", "engine"} for own in flags.values()
+    ):
         raise CommandError(
             "There is nothing to compare: give two traces or two scenario files, one scenario file with --a and --b, "
             "or --model and --prompt with --a and --b, such as --model builtin --prompt 'In the beginning' --a "
@@ -132,10 +145,9 @@ def _from_flags(asked: Asked) -> tuple[Side, Side]:
             "schedule=static, or with one of them alone."
         )
     made = []
-    for name, own in (("a", asked.a), ("b", asked.b)):
+    for name, own in flags.items():
         with located(f"side {name}"):
-            flags = merged(asked.both, own)
-            scenario = Scenario.from_flags(asked.model, asked.prompts, flags)
+            scenario = Scenario.from_flags(asked.model, asked.prompts, own)
             made.append(Side(name, scenario, f"side {name}"))
     return made[0], made[1]
 
@@ -191,19 +203,61 @@ def _check_keep(keep: Path, found: tuple[Side, Side]) -> None:
             )
 
 
+class Engines:
+    """Engines that are opened, each for all sides that ask for the same."""
+
+    def __init__(self) -> None:
+        self._opened: list[tuple[Scenario, Engine]] = []
+        self._ran: list[Engine] = []
+
+    def of(self, scenario: Scenario) -> Engine:
+        """The engine that ``scenario`` names. Raises what opening it raises."""
+        for other, engine in self._opened:
+            if same_engine(other, scenario):
+                return engine
+        engine = open_engine(scenario)
+        self._opened.append((scenario, engine))
+        return engine
+
+    def to_run(self, scenario: Scenario) -> Engine:
+        """The same, as if nothing had been run on it: mlx keeps nothing from run to run, others are reset or opened again."""
+        engine = self.of(scenario)
+        if engine.name != DEFAULT and engine in self._ran:
+            if RESET in engine.capabilities:
+                engine.reset()
+            else:
+                self._opened = [each for each in self._opened if each[1] is not engine]
+                engine = self.of(scenario)
+        self._ran.append(engine)
+        return engine
+
+    def only_for(self, scenario: Scenario) -> None:
+        """Let go of every engine that ``scenario`` does not name: two models may not fit into memory."""
+        self._opened = [each for each in self._opened if same_engine(each[0], scenario)]
+        self._ran = [engine for engine in self._ran if any(engine is each[1] for each in self._opened)]
+
+
 @contextmanager
 def recorded(
-    found: tuple[Side, Side], keep: Path | None, progress: Progress, loaded: LoadedModel | None = None
+    found: tuple[Side, Side],
+    keep: Path | None,
+    progress: Progress,
+    engines: Engines | None = None,
+    *,
+    across_models: bool = False,
 ) -> Iterator[tuple[Trace, Trace]]:
     """Both sides as traces; scenarios are recorded, below ``keep`` or in a directory that is removed at the end.
 
-    ``loaded`` is the model of both where it is loaded already.
+    Raises NothingComparable, before anything is recorded, for two sets of weights unless ``across_models``, and what
+    opening engines and running raise.
     """
     if all(isinstance(side.source, Trace) for side in found):
         yield _trace(found[0]), _trace(found[1])
         return
+    engines = engines or Engines()
+    if not across_models:
+        _check_one_model(found, engines)
     with tempfile.TemporaryDirectory(prefix="detdiff-") as folder:
-        loaded = loaded or _shared_model(found)
         traces: list[Trace] = []
         for side in found:
             source = side.source
@@ -211,48 +265,100 @@ def recorded(
                 path = (keep or Path(folder)) / side.name
                 if side.fed:
                     source = source.with_changes(force_tokens=str(traces[0].path))
+                if across_models:
+                    engines.only_for(source)
                 with progress(f"run {side.name}") as on_token:
-                    traces.append(record_trace(source, path, loaded, on_token, kept=keep is not None))
+                    traces.append(record_trace(source, path, on_token, engines, kept=keep is not None))
             else:
                 traces.append(_trace(side))
         try:
             yield traces[0], traces[1]
         except DetdiffError as error:
             if keep is None:
-                _name_as_given(error, found, traces)
+                error.args = (as_given(str(error), found, traces),)
             raise
 
 
-def _name_as_given(error: DetdiffError, found: tuple[Side, Side], traces: list[Trace]) -> None:
-    """Puts what the user named in the place of temporary paths, which are gone when the message is read."""
-    message = str(error)
-    for side, trace in zip(found, traces, strict=True):
-        message = message.replace(str(trace.path), side.given)
-    error.args = (message,)
+def _check_one_model(found: tuple[Side, Side], engines: Engines) -> None:
+    """Raises NothingComparable for two sides whose configurations or weights differ."""
+    a, b = (side.source for side in found)
+    if isinstance(a, Scenario) and isinstance(b, Scenario) and same_engine(a, b):
+        return
+    models = [
+        dict(source.model) if isinstance(source, Trace) else dict(engines.of(source).identity)
+        for source in (a, b)
+    ]
+    for key, what in (("config_sha256", "configuration"), ("weights_sha256", "weights")):
+        first, second = (model.get(key) for model in models)
+        if None not in (first, second) and first != second:
+            names = " and ".join(
+                f"{side.given} is of {model.get('name')!r}" for side, model in zip(found, models, strict=True)
+            )
+            raise NothingComparable(
+                f"These are different models: {names}, and their {what} hashes differ ({str(first)[:12]} and "
+                f"{str(second)[:12]}). Nothing was recorded. Give both sides one model, or compare two models' tokens, logits "
+                "and sites of the same name with --across-models."
+            )
+
+
+def as_given(value: T, found: tuple[Side, Side], traces: tuple[Trace, Trace] | list[Trace]) -> T:
+    """``value`` (text, or an answer with texts inside) with what the user named in the place of recordings' paths."""
+    paths = {
+        str(trace.path): side.given
+        for side, trace in zip(found, traces, strict=True)
+        if isinstance(side.source, Scenario)
+    }
+    return _with_names(value, paths)
 
 
 def named(divergence: Divergence, found: tuple[Side, Side], keep: Path | None) -> Divergence:
     """The answer without paths of traces that are gone when it is read."""
     if keep is not None:
         return divergence
-    runs = {}
+    paths, runs = {}, {}
     for side in found:
         if isinstance(side.source, Scenario):
-            run = replace(getattr(divergence, side.name), trace=f"{side.name} (not kept)")
-            if side.fed:
-                run = replace(run, scenario={**run.scenario, "force_tokens": found[0].given})
-            runs[side.name] = run
-    return replace(divergence, **runs)
+            run = getattr(divergence, side.name)
+            paths[run.trace] = side.given
+            runs[side.name] = replace(run, trace=f"{side.name} (not kept)")
+    return _with_names(replace(divergence, **runs), paths)
+
+
+def _with_names(value: T, paths: Mapping[str, str]) -> T:
+    """A copy of ``value`` with names for paths, wherever they stand; ``value`` itself where there is none."""
+    changed: Any = value
+    if isinstance(value, str):
+        for path, name in paths.items():
+            changed = changed.replace(path, name)
+    elif isinstance(value, (tuple, list)):
+        inner = [_with_names(each, paths) for each in value]
+        if any(new is not old for new, old in zip(inner, value, strict=True)):
+            changed = type(value)(inner)
+    elif isinstance(value, Mapping):
+        table = {key: _with_names(each, paths) for key, each in value.items()}
+        if any(new is not value[key] for key, new in table.items()):
+            changed = table
+    elif is_dataclass(value) and not isinstance(value, type):
+        own = {each.name: getattr(value, each.name) for each in fields(value) if each.init}
+        new = {name: _with_names(each, paths) for name, each in own.items()}
+        if different := {name: each for name, each in new.items() if each is not own[name]}:
+            changed = replace(value, **different)
+    result: T = changed
+    return result
 
 
 def record_trace(
-    scenario: Scenario, path: Path, loaded: LoadedModel | None, on_token: OnToken | None, *, kept: bool = True
+    scenario: Scenario,
+    path: Path,
+    on_token: OnToken | None,
+    engines: Engines | None = None,
+    *,
+    kept: bool = True,
 ) -> Trace:
     """Record, and say after an interrupt what stays readable. Raises Interrupted and what ``record`` raises."""
     try:
-        from detdiff.engines.mlx.record import RecordOptions, record
-
-        return record(scenario, path, loaded=loaded, options=RecordOptions(progress=on_token))
+        engine = (engines or Engines()).to_run(scenario)
+        return record(scenario, path, engine=engine, options=RunOptions(progress=on_token))
     except KeyboardInterrupt:
         raise Interrupted(_left(path, kept)) from None
 
@@ -272,16 +378,6 @@ def _left(path: Path, kept: bool) -> str:
         f"Interrupted; {path} keeps what was recorded until then ({len(trace.row_index().request)} rows of {forwards} "
         f"forwards) and is marked incomplete. `detdiff show {shlex.quote(str(path))}` reads it."
     )
-
-
-def _shared_model(found: tuple[Side, Side]) -> LoadedModel | None:
-    """One load for both sides; None where it would serve one alone, which ``record`` then loads itself."""
-    models = [side.source.model for side in found if isinstance(side.source, Scenario)]
-    if models != models[:1] * 2:
-        return None
-    from detdiff.engines.mlx.model import load
-
-    return load(models[0])
 
 
 def _trace(side: Side) -> Trace:

@@ -196,6 +196,15 @@ def flags() -> dict[str, str]:
     return {name: os.environ[name] for name in FLAGS if name in os.environ}
 
 
+IMPORTED: Final[dict[str, str]] = {}
+"""Modules of the user's that were imported before a run, which may change anything: name to sha256 of the source."""
+
+
+def imported() -> dict[str, Any]:
+    """What an environment says of the user's own modules; nothing where there is none."""
+    return {"imports": dict(sorted(IMPORTED.items()))} if IMPORTED else {}
+
+
 def machine() -> dict[str, Any]:
     """The environment that every engine shares: detdiff, Python, system, chip and flags."""
     import detdiff
@@ -207,4 +216,5 @@ def machine() -> dict[str, Any]:
         "os": f"{platform.system()} {platform.machine()}",
         "chip": chip(),
         "flags": flags(),
+        **imported(),
     }

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from importlib import metadata
+from pathlib import Path
 from typing import Any, Final
 
-from detdiff.engines.base import Engine
-from detdiff.errors import DetdiffError, EngineUnknown, EngineUnusable
+from detdiff.engines.base import IMPORTED, Engine
+from detdiff.errors import DetdiffError, EngineUnknown, EngineUnusable, ImportRefused
 from detdiff.scenario import Scenario
 
 GROUP: Final = "detdiff.engines"
@@ -99,15 +102,49 @@ def find_factory(name: str) -> Factory:
     return _imported(known[name], name)
 
 
+def import_before_runs(name: str) -> None:
+    """Import a module of the user's, such as a patch of a library, and have each trace name it with its source's sha256.
+
+    Raises ImportRefused where it cannot be imported, or raises an exception.
+    """
+    try:
+        with _own_folder():
+            module = importlib.import_module(name)
+    except DetdiffError:
+        raise
+    except Exception as error:  # a module of the user's may fail in any way
+        raise ImportRefused(
+            f"The module {name!r} cannot be imported ({type(error).__name__}: {' '.join(str(error).split()).rstrip('.')}); "
+            "expected one that can, by its dotted name. Correct it, or run from the folder that it is in."
+        ) from error
+    source = Path(module.__file__) if module.__file__ is not None else None
+    whole = source is not None and hasattr(module, "__path__")
+    files = sorted(source.parent.rglob("*.py")) if source and whole else [source] if source else []
+    total = hashlib.sha256()
+    for file in files:
+        total.update(file.name.encode() + b"\0" + hashlib.sha256(file.read_bytes()).digest())
+    IMPORTED[name] = total.hexdigest()
+
+
+@contextmanager
+def _own_folder() -> Iterator[None]:
+    """Finds modules in the folder that a console script was started in, which is not on its path."""
+    folder = os.getcwd()
+    added = folder not in sys.path and "" not in sys.path
+    if added:
+        sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        if added:
+            sys.path.remove(folder)
+
+
 def _imported(place: str, name: str) -> Factory:
     module_name, _, attribute = place.partition(":")
-    # A console script does not have the folder that it was started in on its path, and a user's module lies there.
-    folder, added = os.getcwd(), False
-    if name == place and folder not in sys.path and "" not in sys.path:
-        sys.path.insert(0, folder)
-        added = True
     try:
-        found: Any = importlib.import_module(module_name)
+        with _own_folder() if name == place else nullcontext():
+            found: Any = importlib.import_module(module_name)
         for part in attribute.split("."):
             found = getattr(found, part)
     except (ImportError, AttributeError, ValueError) as error:
@@ -117,9 +154,6 @@ def _imported(place: str, name: str) -> Factory:
             f"The engine {name!r} cannot be imported ({type(error).__name__}: {str(error).rstrip('.')}); expected a module and "
             "the name of a factory in it, as package.module:factory. Correct it, or run from the folder that the module is in."
         ) from error
-    finally:
-        if added:
-            sys.path.remove(folder)
     if not callable(found):
         raise EngineUnknown(
             f"The engine {name!r} names a {type(found).__name__}; expected a factory that can be called. Name one."

@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 
 import detdiff
-from detdiff.engines.base import blas_in_use, chip, flags, version
+from detdiff.engines.base import blas_in_use, chip, flags, imported, version
 
 
 def environment() -> dict[str, Any]:
@@ -29,6 +29,7 @@ def environment() -> dict[str, Any]:
         "architecture": str(info.get("architecture", "")),
         "blas": blas_in_use(),
         "flags": flags(),
+        **imported(),
     }
 
 

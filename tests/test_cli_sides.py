@@ -1,0 +1,114 @@
+"""What two sides may differ in on the command line: engines and their settings, models, and a module imported before."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from command_line import PROMPTS, flags, paragraph, run
+from plugins.small_models import small_config, write_directory
+
+from detdiff.engines.base import IMPORTED
+from detdiff.trace import Trace
+
+FACTORY = '''
+"""An engine of one's own: the built-in model behind a factory that takes settings."""
+
+from detdiff.engines.mlx.engine import open_mlx
+
+
+def make(model, settings):
+    engine = open_mlx(model, {})
+    engine.name, engine.settings = "own:make", settings
+    return engine
+'''
+PATCH = "import mlx_lm\nLOADED = True\n"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder with modules of the user's, in which commands run."""
+    (tmp_path / "own.py").write_text(FACTORY)
+    (tmp_path / "my_patch.py").write_text(PATCH)
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+    for name in ("own", "my_patch"):
+        sys.modules.pop(name, None)
+    IMPORTED.clear()
+
+
+def test_sides_may_differ_in_their_engines_settings(folder: Path) -> None:
+    result = run(
+        *("compare", "--prompt", PROMPTS[0], "--engine", "own:make", "--both", "max_tokens=2"),
+        *("--a", "engine.cache=true", "--b", "engine.cache=false", "--keep", folder / "kept", "--json"),
+    )
+    assert result.exit_code == 0, result.output
+    answer = json.loads(result.stdout)
+    assert [answer[side]["scenario"]["engine"] for side in "ab"] == [
+        {"name": "own:make", "cache": True},
+        {"name": "own:make", "cache": False},
+    ]
+    trace = Trace.open(folder / "kept" / "b")
+    assert trace.header["engine"] == {"name": "own:make", "settings": {"cache": False}}
+    assert "model" not in trace.scenario
+
+
+def test_one_engine_against_another(folder: Path) -> None:
+    result = run(*flags(PROMPTS[0]), "--both", "max_tokens=2", "--a", "engine=own:make", "--json")
+    assert result.exit_code == 0, result.output
+    answer = json.loads(result.stdout)
+    assert answer["a"]["scenario"]["engine"] == "own:make" and "engine" not in answer["b"]["scenario"]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("llama_ccp", "There is no engine 'llama_ccp'"),
+        ("own:mkae", "The engine 'own:mkae' cannot be imported"),
+    ],
+)
+def test_an_engine_that_is_not_there(folder: Path, name: str, words: str) -> None:
+    arguments = (*flags(PROMPTS[0]), "--engine", name, "--a", "max_tokens=2", "--keep", folder / "kept")
+    assert words in paragraph(run(*arguments))
+    assert not (folder / "kept").exists()
+
+
+def test_two_models_are_refused_before_anything_is_recorded(folder: Path) -> None:
+    model = write_directory(folder / "model", small_config("llama"))
+    arguments = ("compare", "--prompt", PROMPTS[0], "--a", "model=builtin", "--b", f"model={model}")
+    text = paragraph(run(*arguments, "--keep", folder / "kept"), 3)
+    assert "side a is of 'builtin' and side b is of 'model'" in text
+    assert "Nothing was recorded" in text and "--across-models" in text
+    assert not (folder / "kept").exists()
+
+
+def test_one_model_under_two_names_is_one_model(folder: Path) -> None:
+    for name in ("one", "two"):
+        write_directory(folder / name, small_config("llama"))
+    result = run(
+        *("compare", "--both", "tokens=1,2,3 max_tokens=1"), *("--a", "model=./one", "--b", "model=./two")
+    )
+    assert result.exit_code == 0, result.output
+
+
+def test_a_module_is_imported_before_and_each_trace_names_it_with_its_hash(folder: Path) -> None:
+    arguments = (*flags(PROMPTS[0]), "--both", "max_tokens=2", "--a", "prefill_chunk=4")
+    assert run(*arguments, "--import", "my_patch", "--keep", folder / "kept").exit_code in (0, 1)
+    assert sys.modules["my_patch"].LOADED
+    first = Trace.open(folder / "kept" / "a").header["environment"]["imports"]
+    assert list(first) == ["my_patch"] and len(first["my_patch"]) == 64
+    (folder / "my_patch.py").write_text(PATCH + "# another\n")
+    del sys.modules["my_patch"]
+    run(*arguments, "--import", "my_patch", "--keep", folder / "again")
+    assert Trace.open(folder / "again" / "a").header["environment"]["imports"] != first
+
+
+def test_a_module_that_cannot_be_imported_is_one_paragraph(folder: Path) -> None:
+    (folder / "broken.py").write_text("1 / 0\n")
+    arguments = (*flags(PROMPTS[0]), "--a", "max_tokens=2")
+    for name, words in (("broken", "ZeroDivisionError"), ("not_there", "ModuleNotFoundError")):
+        text = paragraph(run(*arguments, "--import", name))
+        assert f"The module '{name}' cannot be imported ({words}" in text
