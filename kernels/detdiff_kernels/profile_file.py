@@ -28,17 +28,20 @@ from .dispatch import (
     QUANTISED,
     SIZES,
     TAGS,
+    Call,
     Entry,
     Parameter,
     Profile,
     Range,
     Rule,
+    Value,
     bind,
     split_spec,
 )
 from .errors import (
     BadDefinition,
     BadEntryPoint,
+    BadExpression,
     BadParameter,
     BadParameterValue,
     BadRange,
@@ -134,6 +137,8 @@ _NEEDED = ("kernel", "source", "tag")
 _RULE = (*_NEEDED, "op", *SIZES, "dtype", "bits", "format", "mask", "when", "whole", "shows", "passes")
 _DEFINE = ("name", "value", "when", "source", "tag")
 _PARAMETER = ("default", "meaning", "range", "choices", "versions")
+# Sizes for which conditions are worked out once, so that one that always divides by zero is refused.
+_TRIED = (1, 7, 64, 4096)
 # The keyword arguments of kernels that a profile can decide.
 ARGUMENTS = ("blocks",)
 _FORMATS = ("dense", "affine", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
@@ -165,7 +170,9 @@ def parse_profile(text: str, where: str, kernels: tuple[str, ...]) -> Profile:
         _rule(table, scope, kernels, f"{where}, rule {number}") for number, table in enumerate(found, 1)
     )
     _check_reached(rules, where)
-    return Profile(name, backend, note, rules, parameters, bind(parameters, {}, name), scope, entries)
+    values = bind(parameters, {}, name)
+    _check_divisions(rules, values, where)
+    return Profile(name, backend, note, rules, parameters, values, scope, entries)
 
 
 def _check_reached(rules: tuple[Rule, ...], where: str) -> None:
@@ -176,6 +183,18 @@ def _check_reached(rules: tuple[Rule, ...], where: str) -> None:
                     f"{where}, rule {place} ({rule.condition} -> {rule.kernel}) can never be reached: rule {above} "
                     f"({earlier.condition}) takes all its calls. Move it up, or remove it."
                 )
+
+
+def _check_divisions(rules: tuple[Rule, ...], values: Mapping[str, Value], where: str) -> None:
+    for size in _TRIED:
+        call = Call("linear", size, size, size, size, query=size, keys=size, head_dim=size)
+        names = {**call.names(), **values}
+        for number, rule in enumerate(rules, 1):
+            try:
+                if rule.when is not None:
+                    rule.when.value(names)
+            except BadExpression as error:
+                raise BadExpression(f"{where}, rule {number}: {error}") from None
 
 
 def _parameters(data: Any, where: str) -> tuple[Parameter, ...]:
