@@ -148,7 +148,7 @@ class GgufUnsupported(ModelError):
 
 
 class GgufPackageMissing(ModelError):
-    """The `gguf` package is not installed and the file's blocks cannot be unpacked without it."""
+    """The `gguf` package is not installed, and a GGUF file cannot be read without it."""
 
 
 class ImportTargetExists(ModelError):

@@ -23,13 +23,13 @@ from plugins.small_models import (
 
 import detdiff.engines.mlx.gguf_import as importer
 from detdiff.engines.mlx.gguf_import import import_gguf
-from detdiff.engines.mlx.gguf_import.rope import llama3_divisors
-from detdiff.engines.mlx.gguf_import.shards import round_to_bfloat16, write_shards
-from detdiff.engines.mlx.gguf_import.tensors import half_split
+from detdiff.engines.mlx.gguf_import.metadata import llama3_divisors
+from detdiff.engines.mlx.gguf_import.weights import half_split, write_shards
 from detdiff.engines.mlx.model import encode, identity, load
 from detdiff.errors import (
     GgufUnsupported,
 )
+from detdiff_kernels.rounding import narrow
 
 TOKENS = [5, 40, 77, 12, 200, 3, 99, 140, 7, 8, 9, 61]
 
@@ -87,7 +87,7 @@ def test_a_llama_that_is_not_interleaved_comes_out_wrong(tmp_path: Path) -> None
 
 def test_leaving_out_the_half_split_changes_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = small_gguf("llama")
-    monkeypatch.setattr("detdiff.engines.mlx.gguf_import.tensors.half_split", lambda values, heads: values)
+    monkeypatch.setattr("detdiff.engines.mlx.gguf_import.weights.half_split", lambda values, heads: values)
     import_gguf(small.write(tmp_path / "m.gguf"), tmp_path / "m", dtype="f32")
     expected = logits(build(small.config, small.weights), TOKENS)
     assert not np.array_equal(imported_logits(tmp_path / "m"), expected)
@@ -129,8 +129,8 @@ def test_packed_equals_unpacked(architecture: str, tmp_path: Path) -> None:
 
 @given(seed=st.integers(0, 2**32 - 1), kind=st.sampled_from(["Q4_0", "Q4_1", "Q8_0"]))
 def test_any_block_bits_keep_their_value(seed: int, kind: str) -> None:
-    from detdiff.engines.mlx.gguf_import.blocks import pack
-    from detdiff.engines.mlx.gguf_import.container import GgufTensor
+    from detdiff.engines.mlx.gguf_import.metadata import GgufTensor
+    from detdiff.engines.mlx.gguf_import.weights import pack
 
     rng = np.random.default_rng(seed)
     number = gguf.GGMLQuantizationType[kind]
@@ -140,7 +140,7 @@ def test_any_block_bits_keep_their_value(seed: int, kind: str) -> None:
         halves = rng.normal(0, 1, (2, 3)).astype(np.float16)
         data.reshape(2, 3, size)[..., offset : offset + 2] = halves[..., None].view(np.uint8)
     packed = pack(GgufTensor("x.weight", kind, (2, 96), data))
-    words, factors, offsets = mx.array(packed.words), mx.array(packed.scales), mx.array(packed.biases)
+    words, factors, offsets = mx.array(packed.packed), mx.array(packed.scales), mx.array(packed.biases)
     values = mx.dequantize(words, factors, offsets, 32, packed.bits)
     np.testing.assert_array_equal(np.array(values), dequantize(data, number))
 
@@ -176,7 +176,7 @@ def test_large_models_are_written_in_shards(tmp_path: Path, monkeypatch: pytest.
 @given(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=64))
 def test_bfloat16_rounding_equals_mlx(bits: list[int]) -> None:
     values = np.array(bits, dtype=np.uint32).view(np.float32)
-    ours = round_to_bfloat16(values)
+    ours = narrow(values, "bfloat16")
     theirs = np.array(mx.array(values).astype(mx.bfloat16).view(mx.uint16))
     nan = np.isnan(values)
     np.testing.assert_array_equal(ours[~nan], theirs[~nan])

@@ -20,8 +20,8 @@ from plugins.small_models import (
 
 import detdiff.engines.mlx.gguf_import as importer
 from detdiff.engines.mlx.gguf_import import import_gguf
-from detdiff.engines.mlx.gguf_import.container import read_gguf
-from detdiff.engines.mlx.gguf_import.shards import write_shards
+from detdiff.engines.mlx.gguf_import.metadata import read_gguf
+from detdiff.engines.mlx.gguf_import.weights import write_shards
 from detdiff.engines.mlx.model import identity
 from detdiff.errors import (
     GgufCorrupt,
@@ -165,6 +165,84 @@ def test_array_that_claims_a_huge_length(item: int, tmp_path: Path) -> None:
     (tmp_path / "m.gguf").write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + entry + bytes(64))
     with pytest.raises(GgufCorrupt, match="1152921504606846976|4611686018427387904") as caught:
         read_gguf(tmp_path / "m.gguf")
+    check_refusal(caught.value, tmp_path)
+
+
+def key(name: bytes, kind: int, value: bytes) -> bytes:
+    return struct.pack("<Q", len(name)) + name + struct.pack("<I", kind) + value
+
+
+def entry(name: bytes, shape: list[int], offset: int = 0) -> bytes:
+    axes = struct.pack(f"<I{len(shape)}Q", len(shape), *shape)
+    return struct.pack("<Q", len(name)) + name + axes + struct.pack("<IQ", 0, offset)
+
+
+NESTED = b"".join(struct.pack("<IQ", 9, 1) for _ in range(6))
+# Keys, tensors, the header behind their counts, and what is said.
+HOSTILE: dict[str, tuple[int, int, bytes, str]] = {
+    "more items than any model has": (
+        1,
+        0,
+        key(b"a", 9, struct.pack("<IQ", 0, 1 << 22) + bytes(1 << 22)),
+        "4194304 items",
+    ),
+    "many lists": (
+        3,
+        0,
+        key(b"a", 9, struct.pack("<IQ", 0, 1 << 20) + bytes(1 << 20)) * 3,
+        "together may have 2097152",
+    ),
+    "more keys than any model has": (1 << 17, 0, key(b"", 0, b"x") * (1 << 17), "131072 keys"),
+    "lists of lists of lists": (1, 0, key(b"a", 9, NESTED + struct.pack("<IQ", 0, 0)), "metadata type 9"),
+    "no such type": (1, 0, key(b"a", 77, bytes(64)), "metadata type 77"),
+    "no dimension": (0, 1, entry(b"a", []), "0 dimensions"),
+    "many dimensions": (0, 1, entry(b"a", [1] * 9), "9 dimensions"),
+    "an empty dimension": (0, 1, entry(b"a", [4, 0]), r"the shape \[0, 4\]"),
+    "a product that wraps": (0, 1, entry(b"a", [1 << 32, 1 << 33]), "should end at byte 147573"),
+    "an offset that wraps": (0, 1, entry(b"a", [4], (1 << 64) - 64), "should end at byte 184467"),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_what_is_hostile_never_reaches_the_reader(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def asked(path: Path) -> None:
+        raise AssertionError("the reader was asked")
+
+    monkeypatch.setattr(gguf, "GGUFReader", asked)
+    keys, tensors, rest, words = HOSTILE[case]
+    (tmp_path / "m.gguf").write_bytes(b"GGUF" + struct.pack("<IQQ", 3, tensors, keys) + rest + bytes(64))
+    with pytest.raises(GgufCorrupt, match=words) as caught:
+        import_gguf(tmp_path / "m.gguf", tmp_path / "m")
+    check_refusal(caught.value, tmp_path)
+
+
+TWICE = key(b"a.b", 4, bytes(4)) * 2
+READ: dict[str, tuple[int, int, bytes, type[ModelError], str]] = {
+    "a key twice": (2, 0, TWICE, GgufCorrupt, "a.b"),
+    "a tensor twice": (0, 2, entry(b"w", [4]) * 2, GgufCorrupt, "w"),
+    "a name that is no text": (1, 0, key(b"\xff", 4, bytes(4)), GgufCorrupt, "utf-8"),
+    "a value that is no text": (1, 0, key(b"a", 8, struct.pack("<Q", 1) + b"\xff"), GgufCorrupt, "UTF-8"),
+    "an alignment of three": (
+        1,
+        0,
+        key(b"general.alignment", 4, struct.pack("<I", 3)),
+        GgufCorrupt,
+        "power of two",
+    ),
+    "a tensor behind the end": (0, 1, entry(b"w", [64], 64), GgufCorrupt, "'w' should end at byte 384"),
+    "half a block": (0, 1, entry(b"w", [33])[:-12] + struct.pack("<IQ", 2, 0), GgufCorrupt, "33"),
+    "no such type": (0, 1, entry(b"w", [4])[:-12] + struct.pack("<IQ", 99, 0), GgufUnsupported, "99"),
+}
+
+
+@pytest.mark.parametrize("case", READ)
+def test_what_the_reader_refuses_is_one_paragraph(case: str, tmp_path: Path) -> None:
+    keys, tensors, rest, error, words = READ[case]
+    (tmp_path / "m.gguf").write_bytes(b"GGUF" + struct.pack("<IQQ", 3, tensors, keys) + rest + bytes(96))
+    with pytest.raises(error, match=words) as caught:
+        import_gguf(tmp_path / "m.gguf", tmp_path / "m")
     check_refusal(caught.value, tmp_path)
 
 

@@ -16,12 +16,13 @@ from .errors import (
     UnknownProfile,
     UnsupportedFormat,
 )
+from .gguf_file import read_blocks
 from .library import kernel, kernel_names
 from .linear import Kernel
 from .order import Order, Walk
 from .profile_file import load_profile, profile, profile_names
 from .staging import Staged
-from .weights import Affine, Blocks, Dense, Weight, read_blocks
+from .weights import Affine, Blocks, Dense, Weight
 
 __all__ = [
     "Affine",

@@ -79,7 +79,7 @@ class BadEntryPoint(ProfileError):
 
 
 class GgufPackageMissing(KernelLibraryError):
-    """The `gguf` package is not installed and a file of blocks cannot be read without it."""
+    """The `gguf` package is not installed and a GGUF file cannot be read without it."""
 
 
 class UnreadableGguf(KernelLibraryError):

@@ -37,7 +37,8 @@ from hypothesis import strategies as st
 
 from detdiff_kernels import Blocks, UnsupportedFormat, kernel, kernel_names
 from detdiff_kernels.errors import UnknownTensor, UnreadableGguf
-from detdiff_kernels.weights import BLOCKS, read_blocks
+from detdiff_kernels.gguf_file import read_blocks
+from detdiff_kernels.weights import BLOCKS
 
 
 @pytest.mark.parametrize(("name", "kind"), STATEMENTS)

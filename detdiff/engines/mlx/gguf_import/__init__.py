@@ -14,12 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from detdiff.engines.mlx.gguf_import.blocks import GROUP, PACKABLE
-from detdiff.engines.mlx.gguf_import.config import make_config
-from detdiff.engines.mlx.gguf_import.container import GgufFile, read_gguf
-from detdiff.engines.mlx.gguf_import.shards import DTYPES, write_shards
-from detdiff.engines.mlx.gguf_import.tensors import arrays, module_name
+from detdiff.engines.mlx.gguf_import.metadata import GgufFile, make_config, read_gguf
 from detdiff.engines.mlx.gguf_import.tokenizer import write_tokenizer
+from detdiff.engines.mlx.gguf_import.weights import DTYPES, GROUP, PACKABLE, arrays, module_name, write_shards
 from detdiff.engines.mlx.model import load_tokenizer, load_weights
 from detdiff.errors import GgufUnsupported, ImportNotWritten, ImportTargetExists, ModelError
 

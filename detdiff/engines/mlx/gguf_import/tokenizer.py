@@ -1,19 +1,93 @@
-"""Rebuild a GGUF file's tokenizer as the files that mlx-lm loads, chat template included."""
+"""Rebuild a GGUF file's tokenizer as the files that mlx-lm loads, chat template included.
+
+Byte-level BPE (GGUF calls it ``gpt2``): vocabulary and merges are in the file, the splitting rule by name. SentencePiece BPE
+(``llama``): the file has pieces and scores, the merges are rebuilt. transformers' own converters give other ids, see
+docs/decisions/0011-gguf-tokenizers.md.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from detdiff.engines.mlx.gguf_import.bpe import byte_level_bpe
-from detdiff.engines.mlx.gguf_import.container import GgufFile
-from detdiff.engines.mlx.gguf_import.spm import sentencepiece_bpe, visible_spaces
-from detdiff.engines.mlx.gguf_import.vocabulary import CONTROL, USER_DEFINED, Vocabulary, read_vocabulary
+from detdiff.engines.mlx.gguf_import.metadata import GgufFile
 from detdiff.errors import GgufCorrupt, GgufUnsupported
 
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+# How the models of the importable architectures end a turn or a text, besides what the metadata names.
+TURN_ENDS = ("<|endoftext|>", "<|im_end|>", "<end_of_turn>", "<|eot_id|>", "<|end_of_text|>")
 # Byte-level rules whose engines put the begin token before every text unless the file says otherwise.
 BEGIN_BY_DEFAULT = ("llama-bpe",)
+# The published splitting patterns of the Qwen 2 and Llama 3 tokenizers; they differ in how digits are
+# grouped.
+_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_PATTERNS = {
+    "qwen2": _WORDS % r"\p{N}",
+    "deepseek-r1-qwen": _WORDS % r"\p{N}",
+    "llama-bpe": _WORDS % r"\p{N}{1,3}",
+}
+SPLITTERS = ("gpt-2", "smollm", *_PATTERNS)
+SPACE = "\u2581"
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """tokens and types: one per id. metadata: the whole file's."""
+
+    tokens: list[str]
+    types: list[int]
+    metadata: dict[str, Any]
+
+    def special(self, name: str) -> int | None:
+        """The id that the metadata gives as ``tokenizer.ggml.<name>_token_id``."""
+        token = self.metadata.get(f"tokenizer.ggml.{name}_token_id")
+        return token if isinstance(token, int) and 0 <= token < len(self.tokens) else None
+
+    def flag(self, name: str, default: bool) -> bool:
+        return bool(self.metadata.get(f"tokenizer.ggml.{name}", default))
+
+    def of_type(self, kind: int) -> list[str]:
+        return [token for token, own in zip(self.tokens, self.types, strict=True) if own == kind]
+
+    def stop_tokens(self) -> list[int]:
+        """Every id that ends a generated text, ascending."""
+        named = {self.special(name) for name in ("eos", "eot", "eom")} - {None}
+        spelled = {
+            number
+            for number, token in enumerate(self.tokens)
+            if token in TURN_ENDS and self.types[number] in (CONTROL, USER_DEFINED)
+        }
+        return sorted(number for number in named | spelled if number is not None)
+
+
+def read_vocabulary(file: GgufFile) -> Vocabulary:
+    """The vocabulary in `file`.
+
+    Raises:
+        GgufUnsupported: the file has no tokenizer.
+        GgufCorrupt: its lists do not fit each other or the embedding matrix.
+    """
+    tokens = file.metadata.get("tokenizer.ggml.tokens")
+    if not isinstance(tokens, list) or not tokens:
+        raise GgufUnsupported(
+            f"{str(file.path)!r} has no tokenizer (no tokenizer.ggml.tokens). Give the main file of the "
+            f"model, not an adapter or a projector."
+        )
+    types = file.metadata.get("tokenizer.ggml.token_type", [NORMAL] * len(tokens))
+    rows = file.tensors["token_embd.weight"].shape[0]
+    if not isinstance(types, list) or len(types) != len(tokens) or len(tokens) > rows:
+        raise GgufCorrupt(
+            f"{str(file.path)!r} does not fit together: {len(tokens)} tokens, "
+            f"{len(types) if isinstance(types, list) else 0} token types and {rows} embedding rows. Convert "
+            f"the model again with a current converter."
+        )
+    return Vocabulary(tokens, types, file.metadata)
 
 
 def write_tokenizer(file: GgufFile, directory: Path) -> bool:
@@ -101,3 +175,114 @@ def _begin_every_text(tokenizer: Any, vocabulary: Vocabulary) -> None:
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{token} $A", pair=f"{token} $A {token} $B", special_tokens=[(token, number)]
     )
+
+
+def byte_level_bpe(vocabulary: Vocabulary) -> Any:
+    """A ``tokenizers.Tokenizer`` without added tokens.
+
+    Raises:
+        GgufUnsupported: the splitting rule is not one of `SPLITTERS`, or there are no merges.
+    """
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    splitter = vocabulary.metadata.get("tokenizer.ggml.pre")
+    merges = vocabulary.metadata.get("tokenizer.ggml.merges")
+    if splitter not in SPLITTERS:
+        raise GgufUnsupported(
+            f"The file's tokenizer splits text by the rule {splitter!r} (tokenizer.ggml.pre); those that can "
+            f"be rebuilt are {', '.join(SPLITTERS)}. Convert the original checkpoint with `mlx_lm.convert`."
+        )
+    if not isinstance(merges, list):
+        raise GgufUnsupported(
+            "The file's tokenizer has no merges (tokenizer.ggml.merges), so its text cannot be tokenized. "
+            "Convert the model again with a current converter."
+        )
+    ids = {
+        token: number for number, token in enumerate(vocabulary.tokens) if vocabulary.types[number] != UNUSED
+    }
+    pairs = [tuple(merge.split(" ")) for merge in merges]
+    # Llama 3 takes a word that is a token as it is, even where no sequence of merges leads there.
+    model = models.BPE(vocab=ids, merges=pairs, fuse_unk=False, ignore_merges=splitter == "llama-bpe")
+    tokenizer = Tokenizer(model)
+    if splitter == "qwen2":
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = _pre_tokenizer(splitter)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _pre_tokenizer(splitter: str) -> Any:
+    from tokenizers import Regex, pre_tokenizers
+
+    if splitter == "gpt-2":
+        return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    if splitter == "smollm":
+        parts = [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+        ]
+    else:
+        parts = [
+            pre_tokenizers.Split(Regex(_PATTERNS[splitter]), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    return pre_tokenizers.Sequence(parts)
+
+
+def visible_spaces(vocabulary: Vocabulary) -> Vocabulary:
+    """The vocabulary with runs of spaces, which gemma's files write with real spaces, spelled as they are met after
+    normalising."""
+    pieces = [SPACE * len(piece) if piece.strip(" ") == "" else piece for piece in vocabulary.tokens]
+    return replace(vocabulary, tokens=pieces)
+
+
+def sentencepiece_bpe(vocabulary: Vocabulary, by_score: bool) -> Any:
+    """A ``tokenizers.Tokenizer`` without added tokens.
+
+    With `by_score` a merge that makes a better-scored piece comes first, which is SentencePiece's own rule.
+    Without, file order decides: gemma's scores are no merge order.
+    """
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    pieces = vocabulary.tokens
+    ids = {piece: number for number, piece in enumerate(pieces)}
+    unknown = vocabulary.special("unknown")
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab=ids,
+            merges=list(_merges(vocabulary, pieces, ids, by_score)),
+            fuse_unk=True,
+            byte_fallback=BYTE in vocabulary.types,
+            unk_token=None if unknown is None else pieces[unknown],
+        )
+    )
+    decoding = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if vocabulary.flag("add_space_prefix", True):
+        tokenizer.normalizer = normalizers.Sequence(
+            [normalizers.Prepend(SPACE), normalizers.Replace(" ", SPACE)]
+        )
+        decoding.append(decoders.Strip(content=" ", left=1, right=0))
+    else:
+        tokenizer.normalizer = normalizers.Replace(" ", SPACE)
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    tokenizer.decoder = decoders.Sequence(decoding)
+    return tokenizer
+
+
+def _merges(
+    vocabulary: Vocabulary, pieces: list[str], ids: dict[str, int], by_score: bool
+) -> Iterator[tuple[str, str]]:
+    scores = vocabulary.metadata.get("tokenizer.ggml.scores")
+    order = list(range(len(pieces)))
+    if by_score and isinstance(scores, list) and len(scores) == len(pieces):
+        order.sort(key=lambda number: -scores[number])
+    for number in order:
+        if vocabulary.types[number] in (CONTROL, BYTE, UNUSED):
+            continue
+        piece = pieces[number]
+        halves = ((piece[:cut], piece[cut:]) for cut in range(1, len(piece)))
+        # Several splits of one piece: SentencePiece would meet the better, that is earlier, parts first.
+        yield from sorted(
+            ((left, right) for left, right in halves if left in ids and right in ids),
+            key=lambda pair: (ids[pair[0]], ids[pair[1]]),
+        )
