@@ -1,15 +1,17 @@
-"""Who may import whom: comparing works without mlx, only the CLI knows click, the kernels stand alone."""
+"""Who may import whom: the rules of the package's layout, each with a planted file that breaks it.
+
+What still breaks a rule is listed beside it by name; the lists only get shorter.
+"""
 
 from __future__ import annotations
 
-import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from import_rules import circles, edges, importers, modules, only_forwards
 
 ROOT = Path(__file__).resolve().parent.parent
 HEAVY = {"mlx", "mlx_lm", "numba", "tokenizers", "torch", "transformers"}
@@ -75,27 +77,69 @@ def test_a_name_that_is_not_public_is_an_attribute_error() -> None:
     assert set(detdiff.__all__) <= set(dir(detdiff))
 
 
-def imports(source: str) -> Iterator[str]:
-    """Every module that ``source`` imports anywhere, by its full name, but for relative ones."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            yield node.module
+HOMES = {
+    "click": ("cli.py",),
+    "mlx": ("engines/mlx/",),
+    "mlx_lm": ("engines/mlx/",),
+    "torch": ("engines/transformers/",),
+    "transformers": ("engines/transformers/",),
+}
+"""Where in detdiff a library may be imported."""
+ELSEWHERE = {
+    "mlx": {"explain/precision.py", "check/subject.py"},
+    "mlx_lm": {"check/subject.py"},
+    "torch": {"probe/torch_sites.py", "check/torch_engine.py"},
+    "transformers": {"probe/torch_sites.py", "check/torch_engine.py"},
+}
+"""Files that still import it beside."""
+CIRCLES = ({"detdiff.engines.mlx.engine", "detdiff.engines.mlx.record"},)
+"""Modules that still import one another."""
+APART = ("trace", "compare", "report")
+"""What knows no engine."""
 
 
-def importers(folder: Path, package: str) -> set[str]:
-    """The files below ``folder`` that import ``package``, as paths relative to ``folder``."""
+def away_from_home(folder: Path, library: str) -> set[str]:
+    """The files below ``folder`` that import ``library`` and are not where that is done."""
+    return {name for name in importers(folder, library) if not name.startswith(HOMES[library])}
+
+
+def reaching_an_engine(root: Path) -> set[str]:
+    """The modules of a detdiff below ``root`` that know no engine by design, and import one themselves."""
     return {
-        path.relative_to(folder).as_posix()
-        for path in folder.rglob("*.py")
-        if package in {name.partition(".")[0] for name in imports(path.read_text(encoding="utf-8"))}
+        name
+        for name, imported in edges(modules(root, "detdiff")).items()
+        if name.split(".")[1:2] and name.split(".")[1] in APART
+        if any(other.split(".")[1:2] == ["engines"] for other in imported)
     }
 
 
-def test_only_the_cli_imports_click() -> None:
-    found = importers(ROOT / "detdiff", "click")
-    assert found and all(name == "cli.py" or name.startswith("cli/") for name in found)
+def forwarding(root: Path) -> set[str]:
+    return {name for name, path in modules(root, "detdiff").items() if only_forwards(path)}
+
+
+@pytest.mark.parametrize("library", HOMES)
+def test_a_library_is_imported_in_its_own_folder_alone(library: str) -> None:
+    assert away_from_home(ROOT / "detdiff", library) <= ELSEWHERE.get(library, set())
+
+
+def test_traces_comparing_and_reports_import_no_engine() -> None:
+    assert reaching_an_engine(ROOT) == set()
+
+
+def test_no_modules_import_one_another() -> None:
+    for circle in circles(edges(modules(ROOT, "detdiff"))):
+        assert any(circle <= known for known in CIRCLES), sorted(circle)
+
+
+def test_no_file_only_forwards() -> None:
+    assert forwarding(ROOT) == set()
+
+
+def test_the_package_itself_loads_nothing_but_itself() -> None:
+    assert loaded_by("import detdiff") - loaded_by("import __future__, importlib, types, typing") == {
+        "detdiff"
+    }
+    assert "numpy" in loaded_by("import detdiff.trace")
 
 
 def test_the_kernel_library_imports_nothing_of_detdiff() -> None:
@@ -103,15 +147,70 @@ def test_the_kernel_library_imports_nothing_of_detdiff() -> None:
     assert importers(ROOT / "kernels" / "detdiff_kernels", "detdiff") == set()
 
 
+def package(root: Path, **files: str) -> Path:
+    """A detdiff of these files, dots for slashes."""
+    for name, text in files.items():
+        path = root / "detdiff" / f"{name.replace('__', '/')}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        (path.parent / "__init__.py").touch()
+        path.write_text(text)
+    (root / "detdiff" / "__init__.py").touch()
+    return root
+
+
 @pytest.mark.parametrize(
     "line",
-    ["import click", "import os, click.core", "from click import echo", "def f():\n    import click as c"],
+    [
+        "import click",
+        "import os, click.core",
+        "from click import echo",
+        "def f():\n    import click as c",
+        "from importlib import import_module\nclick = import_module('click.core')",
+    ],
 )
 def test_an_import_is_found_wherever_it_stands(tmp_path: Path, line: str) -> None:
-    (tmp_path / "inner").mkdir()
-    (tmp_path / "inner" / "planted.py").write_text(line)
-    (tmp_path / "clean.py").write_text("from .click import x\nimport clicker  # import click\n")
-    assert importers(tmp_path, "click") == {"inner/planted.py"}
+    clean = "from .click import x\nimport clicker  # import click\n"
+    package(tmp_path, inner__planted=line, clean=clean, cli="import click")
+    assert away_from_home(tmp_path / "detdiff", "click") == {"inner/planted.py"}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from detdiff.engines.mlx import model",
+        "import detdiff.engines.mlx.model",
+        "def f():\n    from ..engines.mlx.model import load",
+    ],
+)
+def test_an_engine_in_a_report_is_found(tmp_path: Path, line: str) -> None:
+    package(tmp_path, engines__mlx__model="", report__text=line, explain__run=line)
+    (tmp_path / "detdiff" / "engines" / "__init__.py").touch()
+    assert reaching_an_engine(tmp_path) == {"detdiff.report.text"}
+
+
+def test_a_circle_is_found(tmp_path: Path) -> None:
+    package(
+        tmp_path,
+        one="from .inner import two",
+        inner__two="def f():\n    from detdiff.inner.three import x",
+        inner__three="import detdiff.one",
+        outside="from . import one",
+        typed="from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .other import x",
+        other="from .typed import y",
+    )
+    assert circles(edges(modules(tmp_path, "detdiff"))) == [
+        {"detdiff.one", "detdiff.inner.two", "detdiff.inner.three"}
+    ]
+
+
+@pytest.mark.parametrize(
+    "text", ['"""Names."""\nfrom .real import x\n__all__ = ["x"]', "from .real import x\ny = x"]
+)
+def test_a_file_that_only_forwards_is_found(tmp_path: Path, text: str) -> None:
+    package(
+        tmp_path, planted=text, real="x = 1", empty='"""Nothing."""', user="from .real import x\nprint(x)"
+    )
+    assert forwarding(tmp_path) == {"detdiff.planted"}
 
 
 # Written so that this file does not hold what it looks for.

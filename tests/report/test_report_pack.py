@@ -13,6 +13,7 @@ import pytest
 from command_line import run
 
 from detdiff.engines.mlx.builtin import builtin_path
+from detdiff.engines.mlx.model import load
 from detdiff.engines.mlx.twin import twin_of
 from detdiff.scenario import Scenario
 from detdiff.trace import Trace
@@ -85,7 +86,7 @@ def test_random_models_and_a_profile_go_along_and_no_weights_do(
     outside = tmp_path / "outside"
     outside.mkdir()
     for name, source, seed in (("target", "builtin", 0), ("draft", "builtin-draft", 1)):
-        twin = twin_of(builtin_path(source), outside / name, seed, 2)
+        twin = twin_of(load(source), outside / name, seed, 2)
         # What lies beside a random model's configuration is not part of it.
         shutil.copy(builtin_path(source) / "model.safetensors", twin / "model.safetensors.bak")
     shutil.copy(profiles_folder / "candle-metal.toml", outside / "mine.toml")

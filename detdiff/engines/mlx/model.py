@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from detdiff.engines.mlx.model_directory import RANDOM, check_directory, config_value, identity
+from detdiff.engines.mlx.twin import TokenIds, build
 from detdiff.errors import (
     ChatTemplateUnusable,
     ModelConfigInvalid,
@@ -101,8 +102,6 @@ def load_weights(path: Path, *, lazy: bool = False) -> tuple[Any, dict[str, Any]
 
     try:
         if RANDOM in described:
-            from detdiff.engines.mlx.twin import build
-
             return build(described)
         model, config = load_model(path, lazy=lazy)
     except ModelError:
@@ -136,8 +135,6 @@ def load_tokenizer(path: Path, config: Mapping[str, Any]) -> Any:
         TokenizerInvalid: the tokenizer files do not load.
     """
     if RANDOM in config:
-        from detdiff.engines.mlx.twin import TokenIds
-
         return TokenIds(config.get("eos_token_id"))
     from mlx_lm.utils import load_tokenizer as load_wrapper
 

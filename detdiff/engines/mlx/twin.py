@@ -48,14 +48,10 @@ class TokenIds:
 def twin_of(source: Any, folder: Path | str, seed: int = 0, layers: int | None = None) -> Path:
     """Write the twin of ``source`` into the directory ``folder``, which is made, and return it.
 
-    ``source`` is a LoadedModel, or the path of a model directory. The twin has its configuration, dtype and quantisation,
-    the first ``layers`` of its layers (None: all) and weights of ``seed``. Raises ModelConfigInvalid where the configuration
-    does not say how many layers there are or has fewer, and what loading raises.
+    ``source`` is a LoadedModel. The twin has its configuration, dtype and quantisation, the first ``layers`` of its layers
+    (None: all) and weights of ``seed``. Raises ModelConfigInvalid where the configuration does not say how many layers there
+    are or has fewer.
     """
-    if not hasattr(source, "model"):
-        from detdiff.engines.mlx.model import load
-
-        source = load(str(source))
     config = _plain(source.config if source.config else read_config(source.path))
     config[RANDOM] = {"seed": seed, "dtype": _dtype(source.model)}
     config.pop("model_file", None)
