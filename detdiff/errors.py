@@ -7,7 +7,10 @@ A message says what was found, what was expected and what to do. ``exit_code`` f
 from __future__ import annotations
 
 import os
+import re
+import shlex
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 
@@ -335,6 +338,10 @@ class Interrupted(DetdiffError):
     """The user stopped a command; the message says what stays readable."""
 
 
+class LibraryFailed(DetdiffError):
+    """A library that runs models raised an exception of its own."""
+
+
 class ReportNeeded(DetdiffError):
     """An error that detdiff does not expect: a fault of its own, or of a library it calls."""
 
@@ -498,7 +505,9 @@ def _foreign(error: BaseException) -> DetdiffError:
             "There is not enough memory. Lower memory_mb, record fewer values (capture digest, or a window), or "
             "use a smaller model."
         )
-    if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] in RUNNING:
+    if isinstance(error, ImportError) and (package := (error.name or "").partition(".")[0]) in RUNNING:
+        if not isinstance(error, ModuleNotFoundError) or find_spec(package) is not None:
+            return _another_version(package, error)
         return DetdiffError(
             f"Running a model (record, demo, --replay, and compare with anything but two traces) needs MLX and what "
             f"comes with it, and the package {str(error.name).partition('.')[0]!r} is not installed here. Install all "
@@ -510,8 +519,48 @@ def _foreign(error: BaseException) -> DetdiffError:
             f"{where}{error.strerror or error}. The operating system refused; check the path, its permissions and "
             "the space on the disk."
         )
+    place = _library(error)
+    if place is not None:
+        return LibraryFailed(
+            f"{place} raised {type(error).__name__} ({_reason(error)}) while it ran what it was given. A config.json that does not "
+            "fit its model type or its weights does that: compare it with the original's, and try the model with the library "
+            "alone. If it runs there, please report it with the traceback, which `detdiff --debug` and the same arguments show."
+        )
     return ReportNeeded(
         f"This is a fault of detdiff or of a library that it calls, not of what you gave it: {type(error).__name__}, "
-        f"{str(error).rstrip('.') or 'without a message'}. Please report it with the traceback, which "
+        f"{_reason(error)}. Please report it with the traceback, which "
         "`detdiff --debug` and the same arguments show."
     )
+
+
+def _reason(error: BaseException) -> str:
+    return str(error).rstrip(".") or "without a message"
+
+
+def _another_version(package: str, error: ImportError) -> DetdiffError:
+    """A library is there and lacks what detdiff imports from it."""
+    from importlib import metadata  # --help does without
+
+    name = package.replace("_", "-")
+    try:
+        version = metadata.version(name)
+        wanted = [word for word in metadata.requires("detdiff") or () if re.match(rf"{name}\b(?!-)", word)]
+    except metadata.PackageNotFoundError:
+        version, wanted = "of an unknown version", []
+    runs = wanted[0].partition(";")[0].strip() if wanted else name
+    return DetdiffError(
+        f"{name} {version} is installed, and detdiff runs with {runs}. This version does not have what detdiff needs of it: "
+        f"{_reason(error)}. Install one that has: pip install --upgrade {shlex.quote(runs)}; or, if this one is newer than "
+        "detdiff, a newer detdiff."
+    )
+
+
+def _library(error: BaseException) -> str | None:
+    """The line of a library that raised ``error`` itself; None where it was a line of detdiff's."""
+    step = error.__traceback__
+    while step is not None and step.tb_next is not None:
+        step = step.tb_next
+    if step is None:
+        return None
+    module = str(step.tb_frame.f_globals.get("__name__"))
+    return f"{module}, line {step.tb_lineno}," if module.partition(".")[0] in RUNNING - {"numba"} else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import shutil
 import signal
@@ -11,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from command_line import PROMPTS, SCENARIO, flags, heard_again, paragraph, run
@@ -210,6 +212,36 @@ def test_traces_of_other_prompts_are_not_comparable(whole: Path, tmp_path: Path)
     (tmp_path / "s.toml").write_text(other)
     text = paragraph(run("compare", whole, tmp_path / "s.toml"), 3)
     assert f"Run a ({whole}) and run b ({tmp_path / 's.toml'}) have no request in common" in text
+
+
+def test_another_version_of_a_library_says_which_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    import mlx_lm.utils
+
+    # What an import of a name that a version does not have raises.
+    monkeypatch.delattr(mlx_lm.utils, "load_model")
+    text = paragraph(run(*flags(PROMPTS[0]), "--a", "max_tokens=1"))
+    assert re.search(r"mlx-lm \d+\.\d+\.\d+ is installed, and detdiff runs with mlx-lm>=\d", text)
+    assert (
+        "cannot import name 'load_model' from 'mlx_lm.utils'" in text
+        and "pip install --upgrade 'mlx-lm>=" in text
+    )
+    assert "fault of detdiff" not in text
+
+
+def test_an_exception_of_a_library_is_not_called_a_fault_of_detdiff(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As a list of layer types that is too short for the layers ends.
+    library: dict[str, Any] = {"__name__": "mlx_lm.models.some"}
+    exec("def layer(*_):\n    return [][0]", library)
+    monkeypatch.setattr("detdiff.commands.sides.sides", library["layer"])
+    text = paragraph(run(*flags(PROMPTS[0]), "--a", "max_tokens=1"))
+    assert "mlx_lm.models.some, line 2, raised IndexError (list index out of range)" in text
+    assert "config.json" in text and "fault of detdiff" not in text
+
+
+def test_an_exception_of_detdiff_is_a_fault_of_detdiff(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("detdiff.commands.sides.sides", lambda asked: [][0])
+    text = paragraph(run(*flags(PROMPTS[0]), "--a", "max_tokens=1"))
+    assert "This is a fault of detdiff" in text and "IndexError, list index out of range" in text
 
 
 @pytest.mark.parametrize("package", ["mlx", "mlx_lm", "numba"])

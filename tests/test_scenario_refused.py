@@ -51,6 +51,12 @@ REFUSED: list[tuple[dict[str, Any], type[ScenarioError], str]] = [
         ScenarioKeyUnknown,
         r"case: there is no key 'max_token' here; did you mean 'max_tokens'\?",
     ),
+    (
+        minimal(presence_penalty=1),
+        ScenarioKeyUnknown,
+        "draws with temperature, top_p and seed alone; leave it out",
+    ),
+    (minimal(quantize=4), ScenarioKeyUnknown, "'quantize' here; the known ones are model, engine"),
     (minimal(zzzzz=3), ScenarioKeyUnknown, "the known ones are model, engine, schedule, layout"),
     (minimal(request=[{"promt": "a"}]), ScenarioKeyUnknown, "case: request 1: .* did you mean 'prompt'"),
     (minimal(request=[{"prompt": "a", "layout": "packed"}]), ScenarioKeyUnknown, "request 1: .*'layout'"),

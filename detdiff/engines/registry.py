@@ -56,6 +56,8 @@ def open_named(name: str, model: str | None, settings: Mapping[str, Any]) -> Eng
     except DetdiffError:
         raise
     except Exception as error:  # a factory of the user's may fail in any way
+        if name in BUILT_IN:
+            raise
         words = " ".join(str(error).split())[:300].rstrip(".") or "no message"
         raise EngineUnusable(
             f"The factory of the engine {name!r} raised {type(error).__name__} ({words}) for the model {model!r}; expected an "
@@ -148,7 +150,7 @@ def _imported(place: str, name: str) -> Factory:
         for part in attribute.split("."):
             found = getattr(found, part)
     except (ImportError, AttributeError, ValueError) as error:
-        if isinstance(error, ModuleNotFoundError) and name in BUILT_IN:
+        if isinstance(error, ImportError) and name in BUILT_IN:
             raise  # what the engine's own library lacks is said by its name
         raise EngineUnknown(
             f"The engine {name!r} cannot be imported ({type(error).__name__}: {str(error).rstrip('.')}); expected a module and "

@@ -419,6 +419,8 @@ SETTING_KEYS: Mapping[str, Key] = _of("Request settings")
 
 REQUEST_KEYS: Mapping[str, Key] = _of("Requests", "Request settings")
 RULE_KEYS: Mapping[str, Key] = _of("Rules")
+# Asked for by those who know them from an engine, and near to keys that mean something else.
+_SAMPLERS = {"top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"}
 ENGINE_SETTING = "engine.KEY"
 CHANGE_KEYS: Mapping[str, Key] = {
     **RUN_KEYS,
@@ -451,7 +453,7 @@ def useless(asked: Iterable[str], changes: Mapping[str, Any]) -> set[str]:
 def nearest(name: str, known: Iterable[str]) -> str:
     """The end of an error about an unknown ``name``: the nearest known one, else all of them."""
     choices = list(known)
-    close = difflib.get_close_matches(name, choices, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(name, choices, n=1, cutoff=0.7)
     return f"did you mean {close[0]!r}?" if close else f"the known ones are {', '.join(choices)}."
 
 
@@ -459,6 +461,10 @@ def known(name: str, keys: Mapping[str, Key]) -> Key:
     """The key ``name``; raises ScenarioKeyUnknown, naming the nearest key."""
     if ENGINE_SETTING in keys and re.fullmatch(r"engine\.[\w-]+", name):
         return keys[ENGINE_SETTING]
+    if name in _SAMPLERS and "seed" in keys:
+        raise ScenarioKeyUnknown(
+            f"there is no key {name!r} here: a scenario draws with temperature, top_p and seed alone; leave it out."
+        )
     if name not in keys or name == ENGINE_SETTING:
         raise ScenarioKeyUnknown(f"there is no key {name!r} here; {nearest(str(name), keys)}")
     return keys[name]
