@@ -27,7 +27,8 @@ class RowPairs:
     ``request`` is the place among the compared requests; ``stream`` is that for rows of the target, and more by the
     number of ``requests`` for rows of the draft; ``streams`` is how many there are. ``a`` and ``b`` index each trace's
     ``rows``.
-    ``lacking`` int64 [requests] counts rows that fed or chose a common token and that only one run has.
+    ``lacking`` int64 [requests] counts rows that fed or chose a common token and that only one run has; of these,
+    ``reused_a`` and ``reused_b`` int64 [requests] are not: the first rows of a prompt, which that run did not compute.
     """
 
     request: Int64
@@ -45,14 +46,16 @@ class RowPairs:
     after_flip_b: int
     token_differs: int
     lacking: Int64
+    reused_a: Int64
+    reused_b: Int64
     findings: tuple[Finding, ...]
 
     def __len__(self) -> int:
         return len(self.a)
 
 
-def pair_rows(a: Trace, b: Trace, requests: tuple[RequestPair, ...]) -> RowPairs:
-    """Align by (model, request, position). Raises NothingComparable where no row is left."""
+def pair_rows(a: Trace, b: Trace, requests: tuple[RequestPair, ...], *, may_lack: bool = False) -> RowPairs:
+    """Align by (model, request, position). Raises NothingComparable where no row is left, unless runs ``may_lack`` rows."""
     limits = _Limits.of(requests)
     drafts = same_drafts(a, b)
     side_a = _surviving(a.row_index(), [pair.a for pair in requests], limits, drafts)
@@ -67,8 +70,11 @@ def pair_rows(a: Trace, b: Trace, requests: tuple[RequestPair, ...]) -> RowPairs
     stream = (side_a.key[at_a] >> 32)[same]
     position = (side_a.key[at_a] & 0xFFFFFFFF)[same]
     rows_a, rows_b = rows_a[same], rows_b[same]
-    if not len(rows_a):
+    if not len(rows_a) and not may_lack:
         raise NothingComparable(_no_row(a, b, len(same)))
+    only_a, only_b = side_a.key[~common], np.delete(side_b.key, at_b)
+    reused_b, only_a = _reused(only_a, side_a.key[at_a], requests)
+    reused_a, only_b = _reused(only_b, side_a.key[at_a], requests)
     order = np.argsort(rows_a, kind="stable")
     return RowPairs(
         request=(stream % len(requests))[order],
@@ -78,8 +84,8 @@ def pair_rows(a: Trace, b: Trace, requests: tuple[RequestPair, ...]) -> RowPairs
         position=position[order],
         a=rows_a[order],
         b=rows_b[order],
-        only_a=len(side_a.key) - len(at_a),
-        only_b=len(side_b.key) - len(at_b),
+        only_a=len(side_a.key) - len(at_a) - int(reused_b.sum()),
+        only_b=len(side_b.key) - len(at_b) - int(reused_a.sum()),
         superseded_a=side_a.superseded,
         superseded_b=side_b.superseded,
         after_flip_a=side_a.after,
@@ -87,9 +93,13 @@ def pair_rows(a: Trace, b: Trace, requests: tuple[RequestPair, ...]) -> RowPairs
         token_differs=int(np.count_nonzero(~same)),
         lacking=_lacking(
             requests,
-            _not_reused(side_a.key[~common], b, [pair.b for pair in requests]),
-            _not_reused(np.delete(side_b.key, at_b), a, [pair.a for pair in requests]),
-        ),
+            _not_reused(only_a, b, [pair.b for pair in requests]),
+            _not_reused(only_b, a, [pair.a for pair in requests]),
+        )
+        if len(rows_a) or not may_lack
+        else np.zeros(len(requests), dtype=np.int64),
+        reused_a=reused_a,
+        reused_b=reused_b,
         findings=findings,
     )
 
@@ -149,6 +159,25 @@ def _surviving(rows: RowIndex, numbers: list[int], limits: _Limits, drafts: bool
     inside = ~(rejected | after)
     superseded = len(mine) - len(unique) + int(np.count_nonzero(rejected))
     return _SideRows(unique[inside], row[inside], superseded, int(np.count_nonzero(after)))
+
+
+def _reused(only: Int64, common: Int64, requests: tuple[RequestPair, ...]) -> tuple[Int64, Int64]:
+    """(rows per request, the other keys): of rows that one run alone has those before the first that both have.
+
+    They are rows of a prompt: the other run took them from a cache, as an engine does that is asked again.
+    """
+    counts = np.zeros(len(requests), dtype=np.int64)
+    if not len(only) or not len(common):
+        return counts, only
+    firsts = np.full(2 * len(requests), -1, dtype=np.int64)
+    streams, at = np.unique(common >> 32, return_index=True)
+    firsts[streams] = common[at] & 0xFFFFFFFF
+    prompts = np.array([request.prompt for request in requests], dtype=np.int64)
+    stream, position = only >> 32, only & 0xFFFFFFFF
+    taken = (position < firsts[stream]) & (position < prompts[stream % len(requests)])
+    np.add.at(counts, stream[taken] % len(requests), 1)
+    left: Int64 = only[~taken]
+    return counts, left
 
 
 def _not_reused(keys: Int64, lacks: Trace, numbers: list[int]) -> Int64:

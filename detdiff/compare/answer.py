@@ -33,12 +33,13 @@ from .divergence import (
     PositionGrowth,
     Proposed,
     RequestDivergence,
+    SiteDifference,
     Verification,
     Verified,
 )
 from .events import chunk_of
 from .origins import ROOT, Found, Tally
-from .tokens import RequestPair, Steps
+from .tokens import RequestPair, Steps, lacks
 
 Event = Mapping[str, Any]
 
@@ -157,6 +158,7 @@ class Pass:
     tally: Tally
     details: Details
     late: dict[tuple[int, int], str]
+    across_models: bool = False
 
 
 class RequestAnswer:
@@ -185,13 +187,19 @@ class RequestAnswer:
             rung = "workload"
         elif differing or (draft is not None and draft.differing):
             rung = origin.rung if origin is not None else "bits"
-        elif request.flip is not None:
+        scores = request.scores()
+        if rung is None and scores is not None and scores.differing and not self._done.ports.names:
+            rung = "bits"
+        if rung is None and (request.flip is not None or request.text is not None):
             rung = "tokens"
+        not_finite = request.not_finite()
         flip = None if request.flip is None else self._flip(request, rows)
-        forward = None if flip is None else self._flip_forward(request, flip, rows)
+        forward = None
+        if flip is not None and "forwards" not in (*lacks(self._runs.a), *lacks(self._runs.b)):
+            forward = self._flip_forward(request, flip, rows)
         return RequestDivergence(
             id=request.id,
-            identical=rung is None and request.cut is None and not pairs.lacking[number],
+            identical=rung is None and request.cut is None and not pairs.lacking[number] and not not_finite,
             rung=rung,
             prompt_tokens=request.prompt,
             generated_a=len(request.steps_a),
@@ -212,7 +220,29 @@ class RequestAnswer:
             forced=_agreement(request) if request.forced else None,
             draft=draft,
             verification=self._verifications.answer(request),
+            text=request.text,
+            scores=scores,
+            logits_equal=self._logits_equal(request, rows),
+            not_finite=not_finite,
+            first_site=self._first_site(rows) if self._done.across_models else None,
         )
+
+    def _logits_equal(self, request: RequestPair, rows: Int64) -> bool | None:
+        """Whether the flip's row has bit-equal logits in both runs; None where that is not known."""
+        at = rows[self._done.pairs.position[rows] == request.at]
+        found = self._done.details.logits_equal(int(at[0])) if request.flip is not None and len(at) else None
+        return request.scores_at_flip() if found is None else found
+
+    def _first_site(self, rows: Int64) -> SiteDifference | None:
+        """The first site that differs, by run A's forward, then site, then row."""
+        some = rows[self._done.tally.differing[rows] > 0]
+        if not len(some):
+            return None
+        forward = self._runs.a.row_index().forward[self._done.pairs.a[some]]
+        some = some[forward == forward.min()]
+        firsts = [(self._done.details.first_port(int(row)), int(row)) for row in some]
+        port, row = min(firsts)
+        return self._done.details.site_difference(row, port)
 
     def _first_origin(self, stream: int) -> Origin | None:
         """The first origin among the rows of a request in one model."""

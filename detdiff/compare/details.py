@@ -12,7 +12,7 @@ from detdiff.trace import B_DTYPE, DTYPE_CODES, Trace
 
 from .alignment import CommonPorts, RowPairs
 from .digests import Scanner
-from .divergence import CacheEntry, Change, Composition, Magnitude, Origin
+from .divergence import CacheEntry, Change, Composition, Magnitude, Origin, SiteDifference
 from .forwards import Call, RunLog
 from .metrics import Values, measure
 from .origins import ROOT, Found
@@ -135,6 +135,34 @@ class Details:
                 if found is not None:
                     return found
         return None
+
+    def logits_equal(self, row: int) -> bool | None:
+        """Whether the logits of a row pair are bit-equal; None where not both traces have them."""
+        known = self._scanner.pair(row).columns.pair >= 0
+        differ = self._ports_that_differ(row)
+        for kind in ("logits", "head"):
+            ports = [
+                n for site in self._ports.sites if site.site.kind == kind for n in site.outputs if known[n]
+            ]
+            if ports:
+                return not differ[ports].any()
+        return None
+
+    def first_port(self, row: int) -> int:
+        """The first port, in execution order, that differs in a row pair, which must have one."""
+        return int(np.flatnonzero(self._ports_that_differ(row))[0])
+
+    def site_difference(self, row: int, port: int) -> SiteDifference:
+        """A port of a row pair that differs."""
+        site = self._ports.sites[int(self._ports.site[port])].site
+        return SiteDifference(
+            site=site.name,
+            kind=site.kind,
+            layer=site.layer,
+            position=int(self._pairs.position[row]),
+            port=self._ports.names[port].removeprefix(f"{site.name}."),
+            magnitude=self.magnitude(row, port),
+        )
 
     def layers_read_alike(self, row: int) -> set[int | None]:
         """The layers whose visible cache entries are equal in a row pair, by the digests of what it read."""

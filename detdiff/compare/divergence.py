@@ -177,6 +177,57 @@ class Flip:
 
 
 @dataclass(frozen=True)
+class TextFlip:
+    """The first character that differs of two answered texts, where no token ids are known; ``a`` and ``b`` go on from it."""
+
+    index: int
+    a: str
+    b: str
+
+
+@dataclass(frozen=True)
+class ScoreDifference:
+    """Logits, or log-probabilities, of the same tokens at the same step, up to the flip.
+
+    ``compared`` and ``differing`` count them; ``index`` is the first step with one that differs, there of ``token``, in each
+    run. ``max_abs`` and ``max_ulp`` are over all, None where none is finite; ULPs are those of ``dtype``, the narrowest that
+    holds all of them, as a trace has float32 whatever was computed.
+    """
+
+    compared: int
+    differing: int
+    index: int | None
+    token: int | None
+    a: float | None
+    b: float | None
+    max_abs: float | None
+    max_ulp: int | None
+    dtype: str
+
+
+@dataclass(frozen=True)
+class NotFinite:
+    """The first token of a run whose logits are not finite, and how many of those recorded are NaN and infinite."""
+
+    run: str
+    index: int
+    nan: int
+    inf: int
+
+
+@dataclass(frozen=True)
+class SiteDifference:
+    """The first site, in execution order, that differs between two models: no origin, since their weights differ."""
+
+    site: str
+    kind: str
+    layer: int | None
+    position: int
+    port: str
+    magnitude: Magnitude | None
+
+
+@dataclass(frozen=True)
 class FlipForward:
     """The flip's own forward on each side, and what was born there for this request.
 
@@ -371,7 +422,9 @@ class RequestDivergence:
     ``inherited`` is None without a flip; True when the flip's own forward has differences and no origin.
     ``origin`` is the first one in execution order. ``margins`` are the smallest before the flip. ``chunks`` is empty
     unless the origin lies in a prompt; ``forced`` is None unless a run was fed given tokens. Rows are the target's;
-    those of a draft model are in ``draft``, and ``origin`` is the draft's where the target has none.
+    those of a draft model are in ``draft``, and ``origin`` is the draft's where the target has none. ``text`` is where texts
+    differ of a request without token ids. ``logits_equal`` says that the logits of the flip's row are bit-equal, so that the
+    token was only chosen otherwise; None where that is not known. ``first_site`` is given across models alone.
     """
 
     id: str
@@ -396,6 +449,11 @@ class RequestDivergence:
     forced: Agreement | None
     draft: DraftDivergence | None
     verification: Verification | None
+    text: TextFlip | None = None
+    scores: ScoreDifference | None = None
+    logits_equal: bool | None = None
+    not_finite: tuple[NotFinite, ...] = ()
+    first_site: SiteDifference | None = None
 
 
 @dataclass(frozen=True)
@@ -446,6 +504,8 @@ class Compared:
     ``superseded_*`` rows whose position was written again later, ``after_flip_*`` rows that saw other tokens,
     ``token_differs`` rows before the flip whose input token differs. ``one_sided`` counts digests present in one run
     only; ``unattributed`` differing outputs with an input that was not recorded, so that no origin can be claimed.
+    ``tokens`` counts generated tokens, and ``reused_*`` rows at a request's start that the other run alone computed, as this
+    one took them from a cache.
     """
 
     requests: int
@@ -464,6 +524,9 @@ class Compared:
     unattributed: int
     ports_only_a: int
     ports_only_b: int
+    tokens: int = 0
+    reused_a: int = 0
+    reused_b: int = 0
 
 
 @dataclass(frozen=True)
@@ -490,7 +553,8 @@ class Divergence:
 
     ``identical`` needs every request of both runs compared in whole. ``inconclusive`` is true when nothing parted but
     something was left out. ``rung`` is the first rung that parted: ``workload``, ``bookkeeping``, ``dtype``,
-    ``shape``, ``bits`` or None. ``first`` is the id of the request with the earliest origin.
+    ``shape``, ``bits``, ``tokens`` or None. ``first`` is the id of the request with the earliest origin. With
+    ``across_models`` the runs may be of two models, and nothing is an origin.
     """
 
     identical: bool
@@ -506,6 +570,7 @@ class Divergence:
     notes: tuple[str, ...]
     a: Run
     b: Run
+    across_models: bool = False
 
     def __bool__(self) -> NoReturn:
         raise TypeError("a Divergence has no truth value; ask .identical")

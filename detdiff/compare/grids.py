@@ -11,8 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .alignment import Columns, CommonPorts, CommonSite, RowPairs
-from .digests import Block
-from .metrics import Distances
+from .digests import Block, Distances
 
 Int64 = NDArray[np.int64]
 UInt8 = NDArray[np.uint8]

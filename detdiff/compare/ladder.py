@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -23,44 +24,94 @@ from .divergence import Compared, Divergence, NotCompared, RequestDivergence, Ru
 from .events import RunEvents, attributed, event_answer
 from .forwards import RunLog, one_sided
 from .origins import Int64, SettledOrigins, Tally, Watch
-from .tokens import Pairing, pair_requests, was_forced
+from .tokens import Pairing, engine_of, lacks, pair_requests, was_forced
 
 RUNGS: Final = ("workload", "bookkeeping", "dtype", "shape", "bits", "tokens")
 """From the earliest to the last. ``tokens``: every compared digest is equal and yet the tokens differ."""
 
 
-def compare(a: Trace, b: Trace, *, requests: Collection[str] | None = None) -> Divergence:
+_LACKING: Final = {
+    "tokens": "token ids",
+    "inputs": "the inputs of sites",
+    "rows_seen": "the numbers of rows that operations saw",
+    "cache": "cache entries",
+}
+
+
+def compare(
+    a: Trace | Path | str,
+    b: Trace | Path | str,
+    *,
+    requests: Collection[str] | None = None,
+    across_models: bool = False,
+) -> Divergence:
     """Where and how run ``b`` parts from run ``a``. Needs the traces alone, no model.
 
-    ``requests`` are the ids that are asked about, None: all of both runs. Raises NothingComparable for traces of two models
-    or without a common request, row or port, and TraceError where a part of a trace that is read only now breaks a rule.
+    Runs are traces or the folders of traces. ``requests`` are the ids that are asked about, None: all of both runs. With
+    ``across_models`` two models may be compared, at tokens, logits and sites by name: their weights differ, so nothing is
+    an origin, and the first site that differs is named with its size. Raises NothingComparable for traces of two models
+    without it, or without a common request, row, port or answer, TypeError for a scenario, which is recorded first, and
+    TraceError where a trace breaks a rule of the format.
     """
-    aligned = align(a, b, requests)
-    return _answer(aligned.runs, aligned.pairing, scan(aligned))
+    aligned = align(_opened(a), _opened(b), requests, across_models=across_models)
+    return _answer(aligned, scan(aligned))
+
+
+def _opened(run: Trace | Path | str) -> Trace:
+    if isinstance(run, Trace):
+        return run
+    if isinstance(run, Path | str):
+        return Trace.open(Path(run))
+    raise TypeError(
+        f"compare was given a {type(run).__name__}; expected a Trace or the folder of one. Comparing runs no model: record a "
+        "scenario first (detdiff.record), or give both scenarios to detdiff.explain, which records them."
+    )
 
 
 @dataclass(frozen=True)
 class Aligned:
-    """Two runs, and what belongs together in them."""
+    """Two runs, and what belongs together in them. ``rowless`` says that they need have no row in common."""
 
     runs: Runs
     pairing: Pairing
     ports: CommonPorts
     pairs: RowPairs
+    across_models: bool = False
+    rowless: bool = False
 
 
-def align(a: Trace, b: Trace, requests: Collection[str] | None = None) -> Aligned:
-    """Match requests, sites and rows; ``requests`` and what it raises as in ``compare``."""
-    pairing = pair_requests(a, b, requests)
+def align(
+    a: Trace, b: Trace, requests: Collection[str] | None = None, *, across_models: bool = False
+) -> Aligned:
+    """Match requests, sites and rows; parameters and what it raises as in ``compare``."""
+    pairing = pair_requests(a, b, requests, across_models=across_models)
     ports = CommonPorts.of(a, b)
-    if not ports.names:
+    # Where an engine shows no sites, or names its own, tokens and logits can be compared all the same.
+    rowless = across_models or not (a.sites and b.sites) or engine_of(a) != engine_of(b)
+    if rowless and not any(pair.answered for pair in pairing.pairs) and not ports.names:
+        raise NothingComparable(_nothing_answered(a, b))
+    if not ports.names and not rowless:
         raise NothingComparable(
             f"Run a ({a.path}) and run b ({b.path}) have no site in common: a has {len(a.sites)}, such as "
             f"{a.sites[0].name!r}, and b has {len(b.sites)}, such as {b.sites[0].name!r}. Expected sites of one model. "
             "Record both runs with the same model and version."
         )
-    pairs = pair_rows(a, b, pairing.pairs)
-    return Aligned(Runs(a, b, RunLog(a, "a"), RunLog(b, "b")), pairing, ports, pairs)
+    pairs = pair_rows(a, b, pairing.pairs, may_lack=rowless)
+    return Aligned(Runs(a, b, RunLog(a, "a"), RunLog(b, "b")), pairing, ports, pairs, across_models, rowless)
+
+
+def _nothing_answered(a: Trace, b: Trace) -> str:
+    counts = [len(trace.generated(lens=False).token) for trace in (a, b)]
+    reasons = "; ".join(
+        f"run {run}: {reason}"
+        for run, trace in (("a", a), ("b", b))
+        for reason in dict.fromkeys(lacks(trace).values())
+    )
+    return (
+        f"Run a ({a.path}) and run b ({b.path}) have no site in common, {counts[0]} and {counts[1]} generated tokens, and no "
+        f"request whose answers both have{f' ({reasons})' if reasons else ''}. Expected tokens or texts of the same requests. "
+        "Record both runs to the end, with an engine that gives tokens or text."
+    )
 
 
 def scan(aligned: Aligned, watch: Watch | None = None) -> Pass:
@@ -75,12 +126,14 @@ def scan(aligned: Aligned, watch: Watch | None = None) -> Pass:
             runs.log_b.call_numbers(pairs.b[rows], site.index_b),
         )
 
-    tally = Tally(ports, pairs, calls, watch)
+    tally = Tally(ports, pairs, calls, watch, one_model=not aligned.across_models)
     scanner = Scanner(runs.a, runs.b, ports, pairs)
     for block in scanner.blocks():
         tally.add(block, forward_a)
     tally.settle(forward_a)
-    if not tally.compared.any():
+    if not tally.compared.any() and not any(
+        pair.answered for pair in aligned.pairing.pairs if aligned.rowless
+    ):
         raise NothingComparable(
             f"Run a ({runs.a.path}) and run b ({runs.b.path}) share {len(pairs)} rows, and no port is recorded for a row "
             "in both. Expected digests of the same sites. Record both runs with the same version."
@@ -90,10 +143,12 @@ def scan(aligned: Aligned, watch: Watch | None = None) -> Pass:
     for found in rules.origins():
         late[found.row, found.place] = found.how
         tally.claim(found.place, np.array([found.row]), np.array([rules.place_of(found)]), forward_a)
-    return Pass(ports, pairs, tally, Details(runs, ports, pairs, aligned.pairing.pairs), late)
+    details = Details(runs, ports, pairs, aligned.pairing.pairs)
+    return Pass(ports, pairs, tally, details, late, aligned.across_models)
 
 
-def _answer(runs: Runs, pairing: Pairing, done: Pass) -> Divergence:
+def _answer(aligned: Aligned, done: Pass) -> Divergence:
+    runs, pairing, rowless = aligned.runs, aligned.pairing, aligned.rowless
     noticed, bookkeeping_parted = one_sided(runs.log_a, runs.log_b)
     happened = RunEvents(runs.a, runs.log_a, "a"), RunEvents(runs.b, runs.log_b, "b")
     events = event_answer(*happened)
@@ -108,10 +163,16 @@ def _answer(runs: Runs, pairing: Pairing, done: Pass) -> Divergence:
     not_compared = list(pairing.not_compared)
     for number, request in enumerate(pairing.pairs):
         answer = maker.answer(number, request, request.id in fed_otherwise)
-        if answer.rows or answer.flip is not None or answer.rung is not None:
+        if (
+            answer.rows
+            or answer.flip is not None
+            or answer.rung is not None
+            or (rowless and request.answered)
+        ):
             requests.append(answer)
         else:
-            not_compared.append(NotCompared(request.id, "no row of it is in both runs"))
+            what = "nothing that it answered" if rowless else "no row of it"
+            not_compared.append(NotCompared(request.id, f"{what} is in both runs"))
     found = {request.rung for request in requests} | ({"workload"} if done.pairs.findings else set())
     found |= {"bookkeeping"} if bookkeeping_parted else set()
     # Other settings part nothing by themselves, but where something parts they come first.
@@ -126,7 +187,7 @@ def _answer(runs: Runs, pairing: Pairing, done: Pass) -> Divergence:
         inconclusive=rung is None and not whole,
         rung=rung,
         first=_first(pairing, done),
-        compared=_compared(done, len(requests)),
+        compared=_compared(done, len(requests), sum(pair.common for pair in pairing.pairs)),
         requests=tuple(requests),
         not_compared=tuple(not_compared),
         workload=workload,
@@ -135,6 +196,7 @@ def _answer(runs: Runs, pairing: Pairing, done: Pass) -> Divergence:
         notes=(*_notes(runs, pairing, done, requests), *events.notes),
         a=_run(runs.a, len(runs.log_a)),
         b=_run(runs.b, len(runs.log_b)),
+        across_models=aligned.across_models,
     )
 
 
@@ -145,7 +207,7 @@ def _first(pairing: Pairing, done: Pass) -> str | None:
     return pairing.pairs[firsts[0][2] % requests].id if firsts else None
 
 
-def _compared(done: Pass, requests: int) -> Compared:
+def _compared(done: Pass, requests: int, tokens: int) -> Compared:
     pairs, tally, ports = done.pairs, done.tally, done.ports
     return Compared(
         requests=requests,
@@ -164,6 +226,9 @@ def _compared(done: Pass, requests: int) -> Compared:
         unattributed=tally.blind,
         ports_only_a=ports.only_a,
         ports_only_b=ports.only_b,
+        tokens=tokens,
+        reused_a=int(pairs.reused_a.sum()),
+        reused_b=int(pairs.reused_b.sum()),
     )
 
 
@@ -198,12 +263,15 @@ def _notes(runs: Runs, pairing: Pairing, done: Pass, requests: list[RequestDiver
             notes.append(
                 f"request {request.id}: {done.pairs.lacking[number]} of its rows are in one run only"
             )
-    notes += [
-        f"request {request.id}: every compared digest is equal and the tokens differ: the choice of the token differs, "
-        "or something that was not recorded"
-        for request in requests
-        if request.rung == "tokens"
-    ]
+    for number, request in enumerate(pairing.pairs):
+        for run, reused in (("a", done.pairs.reused_a[number]), ("b", done.pairs.reused_b[number])):
+            if reused:
+                notes.append(
+                    f"request {request.id}: the first {reused} rows were computed by run {'b' if run == 'a' else 'a'} alone, "
+                    f"run {run} took them from a cache; they are not compared"
+                )
+    for answer in requests:
+        notes += _of_request(answer)
     if done.tally.blind:
         notes.append(
             f"{done.tally.blind} rows differ without a named origin, since what their attention read was not recorded"
@@ -219,27 +287,48 @@ def _notes(runs: Runs, pairing: Pairing, done: Pass, requests: list[RequestDiver
     return tuple(notes)
 
 
-def lacks(trace: Trace) -> dict[str, str]:
-    """What the engine could not show in ``trace``, each with the reason."""
-    found = trace.header.get("lacks")
-    return {str(key): str(reason) for key, reason in found.items()} if isinstance(found, dict) else {}
-
-
-def engine_of(trace: Trace) -> str:
-    """The name of the engine that wrote ``trace``."""
-    found = trace.header.get("engine")
-    return str(found.get("name")) if isinstance(found, dict) else "mlx"
+def _of_request(request: RequestDivergence) -> list[str]:
+    """What a request's logits and tokens say beyond its digests."""
+    notes = []
+    for found in request.not_finite:
+        what = [f"{n} {name}" for n, name in ((found.nan, "NaN"), (found.inf, "infinity")) if n]
+        notes.append(
+            f"request {request.id}: the logits of token {found.index} in run {found.run} are not finite "
+            f"({' and '.join(what)}), which is equal to nothing"
+        )
+    if request.flip is not None and request.logits_equal:
+        notes.append(
+            f"request {request.id}: the logits that chose token {request.flip.index} are bit-equal and the tokens differ: it was "
+            "chosen otherwise (sampling: seed, temperature, penalties), not computed otherwise"
+        )
+    elif request.rung == "tokens" and request.rows:
+        notes.append(
+            f"request {request.id}: every compared digest is equal and the tokens differ: the choice of the token differs, "
+            "or something that was not recorded"
+        )
+    return notes
 
 
 def _lacking(runs: Runs) -> list[str]:
-    """What a run could not show, said once where it is so for both."""
-    of_a, of_b = lacks(runs.a), lacks(runs.b)
-    found = []
-    for key in dict.fromkeys((*of_a, *of_b)):
-        if of_a.get(key) == of_b.get(key):
-            found.append(f"both runs: {of_a[key]}")
-        else:
-            found += [f"run {run}: {of[key]}" for run, of in (("a", of_a), ("b", of_b)) if key in of]
+    """What a run could not show, things of one reason together, and once where it is so for both."""
+    sides = [_reasons(trace) for trace in (runs.a, runs.b)]
+    both = [reason for reason in sides[0] if sides[0][reason] == sides[1].get(reason)]
+    found = [("both runs", reason, sides[0][reason]) for reason in both]
+    for run, side in zip(("run a", "run b"), sides, strict=True):
+        found += [(run, reason, what) for reason, what in side.items() if reason not in both]
+    return [
+        f"{run}: {reason}"
+        if "not recorded" in reason
+        else f"{run}: {' and '.join(filter(None, [', '.join(what[:-1]), what[-1]]))} are not recorded: {reason}"
+        for run, reason, what in found
+    ]
+
+
+def _reasons(trace: Trace) -> dict[str, list[str]]:
+    """What is lacking in a trace, by reason."""
+    found: dict[str, list[str]] = {}
+    for key, reason in lacks(trace).items():
+        found.setdefault(reason, []).append(_LACKING.get(key, key.replace("_", " ")))
     return found
 
 

@@ -55,13 +55,14 @@ class Rules:
             bool((columns.pair[list(site.outputs)] >= 0).any()) for site in ports.sites if site.draft
         )
         self.sites = [_Site.of(ports, columns, site, site.draft == drafted) for site in ports.sites]
+        self._past_known = any(site.carrying or site.stateful for site in ports.sites)
 
     def judge(self, differ: Sequence[Mask]) -> Judged:
         """Apply the rules; ``differ`` has the rows in which each column pair differs."""
         judging = _Judging(self.sites, differ)
         for place, site in enumerate(self.sites):
             judging.visit(place, site)
-        judging.visit_root()
+        judging.visit_root(self._past_known)
         return judging.judged
 
 
@@ -128,13 +129,14 @@ class _Judging:
         if leaving and site.kind == "cache_write":
             self.written[site.layer] = self.written.get(site.layer, 0) | leaving
 
-    def visit_root(self) -> None:
+    def visit_root(self, past_known: bool) -> None:
+        """``past_known`` says that some site shows what earlier rows left; else a later row inherits whatever it is."""
         everything = range(len(self.sites))
         mask = self._born_between(everything, 0)
         if mask and self._blind(everything):
             self.judged.blind = mask.bit_count()
         else:
-            self._claim(ROOT, mask, everything)
+            self._claim(ROOT, mask, everything, lasting=not past_known)
 
     def _born_between(self, inside: Sequence[int], leaving: Mask) -> Mask:
         """Rows that differ inside, or at ``leaving``, without a cause inside."""
@@ -214,14 +216,26 @@ class Tally:
     ``differing`` and ``compared`` int32 [n] count digests per row; ``origins`` int32 [n] origins per row.
     ``entries`` uint16 [cache and state sites, n] counts differing cache entries per row.
     ``layer_differing`` and ``layer_compared`` int64 [r, layers].
-    ``carried``, ``lasting``, ``touched`` int64 [r, s], and ``pending`` [r, s + 1] with ROOT last, hold the smallest
+    ``carried`` int64 [r, s], and ``lasting``, ``touched``, ``pending`` [r, s + 1] with ROOT last, hold the smallest
     position << 32 | row place at which that happened, or NEVER; so does ``differs`` [r, cache and state sites] for
     entries. ``counts`` counts origins by (request, call a, call b, site).
     ``first`` holds per request (forward a, place of the first differing site, row place, site) of the first origin.
     """
 
-    def __init__(self, ports: CommonPorts, pairs: RowPairs, calls: Calls, watch: Watch | None = None) -> None:
-        """``calls`` numbers, for row pairs and a site's place, the kernel calls of both runs; only origins ask it."""
+    def __init__(
+        self,
+        ports: CommonPorts,
+        pairs: RowPairs,
+        calls: Calls,
+        watch: Watch | None = None,
+        *,
+        one_model: bool = True,
+    ) -> None:
+        """``calls`` numbers, for row pairs and a site's place, the kernel calls of both runs; only origins ask it.
+
+        Unless both runs are of ``one_model``, nothing is an origin.
+        """
+        self._one_model = one_model
         rows, sites, requests = len(pairs), len(ports.sites), pairs.streams
         self._ports, self._pairs, self._calls, self._watch = ports, pairs, calls, watch
         self.differing = np.zeros(rows, dtype=np.int32)
@@ -246,8 +260,8 @@ class Tally:
         self.layer_differing = np.zeros((requests, len(self.layers)), dtype=np.int64)
         self.layer_compared = np.zeros((requests, len(self.layers)), dtype=np.int64)
         self.carried = np.full((requests, sites), NEVER, dtype=np.int64)
-        self.lasting = np.full((requests, sites), NEVER, dtype=np.int64)
-        self.touched = np.full((requests, sites), NEVER, dtype=np.int64)
+        self.lasting = np.full((requests, sites + 1), NEVER, dtype=np.int64)
+        self.touched = np.full((requests, sites + 1), NEVER, dtype=np.int64)
         self.pending = np.full((requests, sites + 1), NEVER, dtype=np.int64)
         self.counts: Counter[tuple[int, int, int, int]] = Counter()
         self.first: dict[int, tuple[int, int, int, int]] = {}
@@ -342,6 +356,7 @@ class Tally:
             if site.stateful:
                 inside = (judged.touched.get(n, 0) for n in site.before)
                 self._note_earliest(self.touched[number], {place: union(inside)}, key)
+        self._note_earliest(self.touched[number], {ROOT: union(judged.touched.values())}, key)
         for place, mask in judged.origins.items():
             at = np.full(len(rows), place)
             for first, here in judged.first.get(place, ()):
@@ -357,6 +372,8 @@ class Tally:
 
     def claim(self, place: int, rows: Int64, at: Int64, forward_a: Int64) -> None:
         """Count an origin at the site ``place`` (or ROOT) in ``rows`` of one request; ``at`` orders them by site."""
+        if not self._one_model:
+            return
         number = int(self._pairs.stream[rows[0]])
         self.origins[rows] += 1
         site = at if place == ROOT else np.full(len(rows), place)
@@ -420,7 +437,10 @@ class SettledOrigins:
         """The first row at which a state or a cache differs by itself; later rows inherit it."""
         for place in np.flatnonzero(self._tally.lasting[number] != NEVER).tolist():
             key = int(self._tally.lasting[number, place])
-            if not self._ports.sites[place].stateful:
+            if place == len(self._ports.sites):
+                if int(self._tally.touched[number, place]) >> 32 >= key >> 32:
+                    yield Found(key & _LOW, ROOT, "composite")
+            elif not self._ports.sites[place].stateful:
                 yield Found(key & _LOW, place, "changed")
             elif int(self._tally.touched[number, place]) >> 32 >= key >> 32:
                 leaf = not self._ports.sites[place].descendants

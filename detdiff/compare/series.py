@@ -15,12 +15,12 @@ from detdiff.trace import Generated, Lens, Trace, format_ranges, parse_ranges
 from detdiff.trace.event import MODELS
 
 from .answer import Pass
+from .digests import Distances
 from .divergence import Divergence, Flip, Member, PathUse, RequestDivergence
 from .events import deed
 from .forwards import Noticed, RunLog, grouped, members_of
 from .grids import Cells, Grid
 from .ladder import Aligned, align, scan
-from .metrics import Distances
 from .tokens import RequestPair, Steps
 
 
@@ -308,7 +308,8 @@ def series(a: Trace, b: Trace, divergence: Divergence) -> Series:
     Takes about as long as comparing them, and a few bytes for each site and position; values are read where both traces
     hold them. Raises AnswerOfOtherTraces where ``divergence`` is not theirs, and what ``compare`` raises.
     """
-    aligned = align(a, b, [request.id for request in divergence.requests])
+    ids = [request.id for request in divergence.requests]
+    aligned = align(a, b, ids, across_models=divergence.across_models)
     cells = Cells(aligned.ports, aligned.pairs, Distances(a, b, aligned.pairs))
     done = scan(aligned, cells)
     _must_be_theirs(aligned, done, divergence)

@@ -12,12 +12,27 @@ from numpy.typing import NDArray
 from detdiff.errors import NothingComparable
 from detdiff.trace import PHASES, Generated, Trace
 
-from .divergence import Finding, NotCompared
+from .divergence import Finding, NotCompared, NotFinite, ScoreDifference, TextFlip
+from .metrics import Values, measure
 
 NO_LIMIT: Final = 1 << 31
 """The limit of a request that does not flip: above every position."""
 
+_CONTEXT: Final = 40  # characters of a text, from the first that differs on
+
 _SAME_WORK: Final = ("max_tokens", "sampling", "ignore_stop")
+
+
+def lacks(trace: Trace) -> dict[str, str]:
+    """What the engine could not show in ``trace``, each with the reason."""
+    found = trace.header.get("lacks")
+    return {str(key): str(reason) for key, reason in found.items()} if isinstance(found, dict) else {}
+
+
+def engine_of(trace: Trace) -> str:
+    """The name of the engine that wrote ``trace``."""
+    found = trace.header.get("engine")
+    return str(found.get("name")) if isinstance(found, dict) else "mlx"
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,8 +46,11 @@ class Steps:
     top_logits: NDArray[np.float32]
 
     @classmethod
-    def of(cls, generated: Generated, request: int) -> Steps:
-        """The last write of each index; indices after a gap are left out, as nothing says what came before."""
+    def of(cls, generated: Generated, request: int, *, logits: bool = True) -> Steps:
+        """The last write of each index; indices after a gap are left out, as nothing says what came before.
+
+        Without ``logits`` those of the trace stand for nothing, and k is 0.
+        """
         mine = np.flatnonzero(generated.request == request)
         index = generated.index[mine]
         found, last = np.unique(index[::-1], return_index=True)
@@ -42,8 +60,8 @@ class Steps:
             generated.token[rows],
             generated.forward[rows],
             generated.position[rows],
-            generated.top_ids[rows],
-            generated.top_logits[rows],
+            generated.top_ids[rows] if logits else generated.top_ids[rows, :0],
+            generated.top_logits[rows] if logits else generated.top_logits[rows, :0],
         )
 
     def __len__(self) -> int:
@@ -94,6 +112,91 @@ class RequestPair:
     limit: int
     forced: bool
     cut: str | None
+    texts: bool = False
+    text: TextFlip | None = None
+
+    @property
+    def common(self) -> int:
+        """How many generated tokens were compared."""
+        return min(len(self.steps_a), len(self.steps_b))
+
+    @property
+    def answered(self) -> bool:
+        """Whether anything that the runs answered was compared."""
+        return self.common > 0 or self.texts
+
+    def scores(self) -> ScoreDifference | None:
+        """The top logits, or log-probabilities, of tokens that both runs recorded, up to the flip; None without any."""
+        steps = self.common if self.flip is None else min(self.common, self.flip + 1)
+        a, b = self.steps_a, self.steps_b
+        step, i, j = np.nonzero(a.top_ids[:steps, :, None] == b.top_ids[:steps, None, :])
+        if not len(step):
+            return None
+        x, y = a.top_logits[step, i], b.top_logits[step, j]
+        differs = np.flatnonzero(x.view(np.uint32) != y.view(np.uint32))
+        if not len(differs):
+            return ScoreDifference(len(step), 0, None, None, None, None, 0.0, 0, _dtype(x, y))
+        dtype = _dtype(x, y)
+        found = measure(_in_dtype(x, dtype), _in_dtype(y, dtype))
+        first = int(differs[0])
+        return ScoreDifference(
+            compared=len(step),
+            differing=len(differs),
+            index=int(step[first]),
+            token=int(a.top_ids[step[first], i[first]]),
+            a=float(x[first]),
+            b=float(y[first]),
+            max_abs=found.max_abs,
+            max_ulp=found.max_ulp,
+            dtype=dtype,
+        )
+
+    def scores_at_flip(self) -> bool | None:
+        """Whether all logits that chose the flip's token are bit-equal; None where not both tokens' were recorded in both."""
+        if self.flip is None or self.flip >= self.common:
+            return None
+        sides = [
+            dict(
+                zip(
+                    s.top_ids[self.flip].tolist(),
+                    s.top_logits[self.flip].view(np.uint32).tolist(),
+                    strict=True,
+                )
+            )
+            for s in (self.steps_a, self.steps_b)
+        ]
+        chosen = {int(self.steps_a.token[self.flip]), int(self.steps_b.token[self.flip])}
+        return sides[0] == sides[1] if all(chosen <= side.keys() for side in sides) else None
+
+    def not_finite(self) -> tuple[NotFinite, ...]:
+        """In each run the first token up to the flip whose recorded logits have a NaN or are infinite."""
+        found = []
+        for run, steps in (("a", self.steps_a), ("b", self.steps_b)):
+            top = steps.top_logits if self.flip is None else steps.top_logits[: self.flip + 1]
+            # A forbidden token's logit may be minus infinity.
+            wrong = np.isnan(top) | (top == np.inf)
+            if wrong.any():
+                n = int(np.flatnonzero(wrong.any(axis=1))[0])
+                found.append(NotFinite(run, n, int(np.isnan(top[n]).sum()), int((top[n] == np.inf).sum())))
+        return tuple(found)
+
+
+def _dtype(*values: NDArray[np.float32]) -> str:
+    """The narrowest dtype that holds all of these numbers exactly: that in which they were computed."""
+    if not any((value.view(np.uint32) & 0xFFFF).any() for value in values):
+        return "BF16"
+    with np.errstate(over="ignore"):
+        half = all(
+            np.array_equal(value.astype(np.float16).astype(np.float32), value, equal_nan=True)
+            for value in values
+        )
+    return "F16" if half else "F32"
+
+
+def _in_dtype(values: NDArray[np.float32], dtype: str) -> Values:
+    if dtype == "BF16":
+        return Values((values.view(np.uint32) >> 16).astype(np.uint16), dtype)
+    return Values(values.astype(np.float16) if dtype == "F16" else values, dtype)
 
 
 @dataclass(frozen=True)
@@ -105,17 +208,21 @@ class Pairing:
     workload: tuple[Finding, ...]
 
 
-def pair_requests(a: Trace, b: Trace, only: Collection[str] | None = None) -> Pairing:
+def pair_requests(
+    a: Trace, b: Trace, only: Collection[str] | None = None, *, across_models: bool = False
+) -> Pairing:
     """Match requests by id and prompt; ``only`` are the ids that are asked about, None: all.
 
-    Raises NothingComparable for two models, or without a common request.
+    Raises NothingComparable for two models unless ``across_models``, or without a common request.
     """
-    _same_model(a, b)
+    if not across_models:
+        _same_model(a, b)
     of_b, of_a = (
         {r["id"]: number for number, r in enumerate(trace.requests) if only is None or r["id"] in only}
         for trace in (b, a)
     )
     generated_a, generated_b = a.generated(lens=False), b.generated(lens=False)
+    answers_a, answers_b = answered_texts(a), answered_texts(b)
     forced = was_forced(a) or was_forced(b)
     pairs: list[RequestPair] = []
     left_out: list[NotCompared] = []
@@ -129,19 +236,55 @@ def pair_requests(a: Trace, b: Trace, only: Collection[str] | None = None) -> Pa
             left_out.append(NotCompared(id, _prompt_reason(asked_a["tokens"], asked_b["tokens"])))
             continue
         workload += _asked_otherwise(id, asked_a, asked_b, forced)
-        steps_a, steps_b = Steps.of(generated_a, number), Steps.of(generated_b, of_b[id])
+        steps_a, steps_b = (
+            Steps.of(generated, which, logits="logits" not in lacks(trace))
+            for trace, generated, which in ((a, generated_a, number), (b, generated_b, of_b[id]))
+        )
         ends = _Ends(asked_a.get("max_tokens"), asked_b.get("max_tokens"), a.complete, b.complete)
         flip, kind, cut = _first_flip(steps_a, steps_b, ends)
         at = NO_LIMIT if flip is None else _position(steps_a, steps_b, flip)
         limit = _last_fed_alike(a, b, (number, of_b[id]), at) if forced else at
         prompt = len(asked_a["tokens"])
+        texts, text = False, None
+        if not (len(steps_a) and len(steps_b)) and id in answers_a and id in answers_b:
+            # Tokens that one run alone has say nothing of the other's.
+            flip, kind, at, limit, cut = None, "", NO_LIMIT, NO_LIMIT, None
+            texts, text = True, _first_character(answers_a[id], answers_b[id])
         pairs.append(
-            RequestPair(id, number, of_b[id], prompt, steps_a, steps_b, flip, kind, at, limit, forced, cut)
+            RequestPair(
+                id,
+                number,
+                of_b[id],
+                prompt,
+                steps_a,
+                steps_b,
+                flip,
+                kind,
+                at,
+                limit,
+                forced,
+                cut,
+                texts,
+                text,
+            )
         )
     left_out += [NotCompared(id, "only run b has it") for id in of_b if id not in of_a]
     if not pairs:
         raise NothingComparable(_no_request(a, b, left_out))
     return Pairing(tuple(pairs), tuple(left_out), tuple(workload))
+
+
+def answered_texts(trace: Trace) -> dict[str, str]:
+    """What a run answered as text, by request id: all that a trace has without token ids."""
+    found = trace.header.get("answers")
+    return {str(id): str(text) for id, text in found.items()} if isinstance(found, dict) else {}
+
+
+def _first_character(a: str, b: str) -> TextFlip | None:
+    index = next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    if a == b:
+        return None
+    return TextFlip(index, a[index : index + _CONTEXT], b[index : index + _CONTEXT])
 
 
 def was_forced(trace: Trace) -> bool:

@@ -192,6 +192,10 @@ def parse_sites(header: Mapping[str, Any]) -> tuple[Site, ...]:
     """The header's sites; raises SiteListError."""
     sites = tuple(site if isinstance(site, Site) else Site.from_json(site) for site in header["sites"])
     check_sites(sites)
-    if not sites:
-        raise SiteListError("The trace lists no sites; expected at least one. Record the trace again.")
+    lacks = header.get("lacks")
+    if not sites and not (isinstance(lacks, dict) and "sites" in lacks):
+        raise SiteListError(
+            "The trace lists no sites, and no reason for it; expected at least one, or why its engine shows none as "
+            "`sites` in `lacks`. Record the trace again."
+        )
     return sites

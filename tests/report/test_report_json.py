@@ -21,6 +21,9 @@ from detdiff.compare import (
     Events,
     Finding,
     NotCompared,
+    NotFinite,
+    SiteDifference,
+    TextFlip,
     Values,
     measure,
 )
@@ -46,6 +49,12 @@ def full() -> Divergence:
     forced = replace(follower, forced=Agreement(5, 2, 3, 2))
     events = Events(
         (EventCount("trim", "draft", 1, 2),), (Finding("a", "wrap", "quiet", 0, "passes the end"),)
+    )
+    quiet = replace(
+        quiet,
+        not_finite=(NotFinite("a", 0, 1, 0),),
+        first_site=SiteDifference("norm", "norm", None, 0, "out", size),
+        text=TextFlip(0, "a", "b"),
     )
     return replace(found, requests=(speculated, forced, quiet), not_compared=left_out, events=events)
 
