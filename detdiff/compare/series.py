@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from detdiff.errors import AnswerOfOtherTraces
 from detdiff.trace import Generated, Lens, Trace, format_ranges, parse_ranges
-from detdiff.trace.event import MODELS
+from detdiff.trace.log import MODELS
 
 from .answer import Pass
 from .digests import Distances

@@ -1,5 +1,18 @@
 """The trace format: writer, reader, digests and validation. docs/trace-format.md states its rules."""
 
+from detdiff.trace.contents import (
+    PHASES,
+    Generated,
+    Lens,
+    Port,
+    RowIndex,
+    Rows,
+    Site,
+    Value,
+    format_ranges,
+    parse_ranges,
+    ports_of,
+)
 from detdiff.trace.digest import (
     B_DTYPE,
     B_LENGTH,
@@ -14,9 +27,7 @@ from detdiff.trace.digest import (
 )
 from detdiff.trace.log import computed, flat_row
 from detdiff.trace.reader import Trace
-from detdiff.trace.rows import PHASES, Generated, Lens, RowIndex, Rows, Value
 from detdiff.trace.shard import Shard
-from detdiff.trace.site import Port, Site, format_ranges, parse_ranges, ports_of
 from detdiff.trace.writer import TraceWriter
 
 __all__ = [

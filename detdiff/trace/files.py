@@ -1,8 +1,9 @@
-"""The few file operations of a trace: checked reads at an offset, atomic and durable writes."""
+"""The few file operations of a trace: checked reads at an offset, strict JSON, atomic and durable writes."""
 
 from __future__ import annotations
 
 import errno
+import json
 import os
 import stat
 from collections.abc import Iterable, Iterator
@@ -70,6 +71,24 @@ def read_bytes(path: Path) -> bytes:
     """All bytes of a file; raises TraceReadError."""
     with reading(path):
         return path.read_bytes()
+
+
+def parse_json(raw: bytes) -> Any:
+    """Strict JSON: UTF-8, no repeated keys, no NaN or Infinity; raises ValueError."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            raise ValueError("a key is repeated")
+        return found
+
+    def refuse(name: str) -> None:
+        raise ValueError(f"{name} is not JSON")
+
+    try:
+        return json.loads(raw.decode("utf-8"), object_pairs_hook=unique, parse_constant=refuse)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def read_array(path: Path, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:

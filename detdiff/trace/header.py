@@ -17,10 +17,9 @@ from detdiff.errors import (
     TraceReadError,
     TraceSchemaError,
 )
-from detdiff.trace.files import read_bytes, regular_size
+from detdiff.trace.contents import Site, check_sites
+from detdiff.trace.files import parse_json, read_bytes, regular_size
 from detdiff.trace.shard import shard_name
-from detdiff.trace.site import Site, check_sites
-from detdiff.trace.tensors import parse_json
 
 SCHEMA = 1
 HEADER = "trace.json"

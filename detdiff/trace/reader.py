@@ -14,13 +14,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from detdiff.errors import ChecksumError, GeneratedError, RowError, ShardMissing, TableError, TraceError
-from detdiff.trace.check import GEN_FIELDS, Limits, check_lacking, check_lacking_sites, check_unique
+from detdiff.trace.contents import (
+    GEN_FIELDS,
+    Generated,
+    Int32,
+    Lens,
+    Limits,
+    Port,
+    RowIndex,
+    Site,
+    UInt64,
+    check_lacking,
+    check_lacking_sites,
+    check_unique,
+    parse_ranges,
+    ports_of,
+)
 from detdiff.trace.files import reading
 from detdiff.trace.header import FORWARDS, TEXTS, parse_sites, read
 from detdiff.trace.log import Forwards, Lines, computed, flat_row, read_texts
-from detdiff.trace.rows import Generated, Int32, Lens, RowIndex, UInt64
 from detdiff.trace.shard import Shard, open_shard, shard_name
-from detdiff.trace.site import Port, Site, parse_ranges, ports_of
 
 _SHARD = re.compile(r"shard-(\d{5,9})\.safetensors", re.ASCII)
 _ROW_FIELDS = tuple(field.name for field in fields(RowIndex))

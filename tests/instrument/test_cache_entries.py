@@ -9,9 +9,8 @@ import pytest
 from numpy.typing import NDArray
 from runs import Runs, digests, events, model, scenario, values
 
-from detdiff.trace import Trace, digest_rows
+from detdiff.trace import Trace, digest_rows, parse_ranges
 from detdiff.trace.digest import combine_entries
-from detdiff.trace.site import parse_ranges
 
 HEADS, WINDOW = 2, 16
 SHAPES: dict[str, dict[str, Any]] = {
