@@ -5,14 +5,14 @@ Every format is a pure function of it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from detdiff.compare.divergence import Divergence, Flip, RequestDivergence
 from detdiff.explain.control import NOT_RUN
 from detdiff.explain.verdict import Verdict
 
-from .document import Code, Mark, Page, Report, Section, Texts, View, Word
+from .document import Code, Mark, Page, Report, Section, Subject, Texts, View, Word
 from .findings import (
     agreement_lines,
     cache_lines,
@@ -32,6 +32,7 @@ from .findings import (
     speculation_lines,
     verdict_lines,
 )
+from .views import VIEWS
 from .words import LONGEST, SENTENCE, count, escaped, named, of_requests, passage, rules, short_path, shown
 
 if TYPE_CHECKING:
@@ -117,9 +118,9 @@ def _born_section(page: Page, request: RequestDivergence, series: Series | None)
         origin_lines(page, request.origin)
         chunk_lines(page, request)
     origin_count_lines(page, request)
-    if series is not None and any(each.id == request.id for each in series.requests):
-        said = "Which layers and positions differ, and where differences were born."
-        page.add(View("map", said, request.id))
+    if series is not None:
+        found = [each for each in series.requests if each.id == request.id]
+        page.add(*_views("birth", [Subject(series, each, None) for each in found]))
 
 
 def _verdict_sections(verdict: Verdict) -> list[Section]:
@@ -157,30 +158,35 @@ def _verdict_sections(verdict: Verdict) -> list[Section]:
 def _picture_sections(
     divergence: Divergence, verdict: Verdict | None, series: Series | None
 ) -> list[Section]:
-    margins, lens, timeline, compared = Page(), Page(), Page(), Page()
+    """A section for each that a view names, beside those that have words of their own."""
+    titles = dict(kind.section for kind in VIEWS.values() if kind.section[0] != "birth")
+    pages = {id: Page() for id in titles}
     if series is None:
         for request in divergence.requests:
             if request.margins:
-                margins.prose(f"request {named(request.id)}:")
-                margin_lines(margins, request)
+                pages["margins"].prose(f"request {named(request.id)}:")
+                margin_lines(pages["margins"], request)
     if verdict is not None:
-        fragile_lines(margins, verdict)
+        fragile_lines(pages["margins"], verdict)
     if series is not None:
-        for each in series.requests:
-            if any(token.margin is not None for token in each.tokens_a):
-                margins.add(View("margins", "Each token's margin beside what moved it.", each.id))
-            if each.lens:
-                lens.add(View("lens", "At which layer the preference turned.", each.id))
-        if series.a or series.b:
-            said = "Every forward of both runs: its rows, who was in it, and on which kernel path."
-            timeline.add(View("timeline", said))
+        subjects = [Subject(series, each, divergence) for each in (None, *series.requests)]
+        for id, page in pages.items():
+            page.add(*_views(id, subjects))
+    compared = Page()
     compared_lines(compared, divergence)
     return [
-        Section("timeline", "Forwards in time", timeline.blocks),
-        Section("margins", "Margins", margins.blocks),
-        Section("lens", "The two tokens, layer by layer", lens.blocks),
+        *(Section(id, titles[id], page.blocks) for id, page in pages.items()),
         Section("compared", "What was compared", compared.blocks, folded=True),
     ]
+
+
+def _views(section: str, subjects: Iterable[Subject]) -> Iterator[View]:
+    """The views of a section that have something to show."""
+    for subject in subjects:
+        for kind in VIEWS.values():
+            if kind.section[0] == section and kind.of_request == (subject.request is not None):
+                if kind.shows(subject):
+                    yield View(kind.name, kind.said, None if subject.request is None else subject.request.id)
 
 
 def _setting_sections(divergence: Divergence) -> list[Section]:

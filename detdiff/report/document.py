@@ -7,18 +7,19 @@ what its own syntax needs.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
-from detdiff.compare.divergence import Divergence
+from detdiff.compare.divergence import Divergence, Origin
 from detdiff.explain.verdict import Verdict
 
 if TYPE_CHECKING:
-    from detdiff.compare.series import Series
+    from detdiff.compare.series import RequestSeries, Series
+
+    from .svg import Drawing
 
 Mark = Literal["", "near", "flip", "after"]
-ViewName = Literal["map", "timeline", "margins", "lens"]
 
 
 @dataclass(frozen=True)
@@ -87,12 +88,12 @@ class Code:
 
 @dataclass(frozen=True)
 class View:
-    """A picture of the report's series, and in ``said`` what it shows where a format draws none.
+    """A picture of the report's series, of the sort ``name`` of ``views.VIEWS``; ``said`` is what it shows.
 
     ``request`` is the id of the request that it is of, None for the whole run.
     """
 
-    name: ViewName
+    name: str
     said: str
     request: str | None = None
 
@@ -141,6 +142,49 @@ class Report:
     def section(self, id: str) -> Section | None:
         """The section of that name, or None where there was nothing to say."""
         return next((section for section in self.sections if section.id == id), None)
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """What a view is of: a request of a series, or without one both whole runs."""
+
+    series: Series
+    request: RequestSeries | None
+    divergence: Divergence | None
+
+    @property
+    def origin(self) -> Origin | None:
+        """The request's first origin, where the comparison names one."""
+        found = () if self.divergence is None or self.request is None else self.divergence.requests
+        return next((each.origin for each in found if self.request and each.id == self.request.id), None)
+
+
+class ViewKind(Protocol):
+    """A sort of picture. Each has a file below ``views`` and a line in ``views.VIEWS``, and needs nothing else.
+
+    ``section`` is the id and title of where it stands; ``said`` says in a sentence what it shows.
+    """
+
+    name: str
+    title: str
+    said: str
+    section: tuple[str, str]
+    of_request: bool
+
+    def shows(self, subject: Subject) -> bool:
+        """Whether there is anything to draw."""
+
+    def picture(self, subject: Subject, *, columns: int, standalone: bool) -> str:
+        """One ``<svg>``."""
+
+    def drawings(self, subject: Subject) -> Sequence[tuple[str, Callable[[], Drawing]]]:
+        """The picture and those that are opened from it by name, made when they are asked for; what is needed most first."""
+
+    def table(self, subject: Subject, most: int) -> Table:
+        """Its values in at most ``most`` lines, those that matter most."""
+
+    def words(self, subject: Subject, columns: int) -> Iterable[Block]:
+        """What stands for it where nothing is drawn."""
 
 
 class Page:

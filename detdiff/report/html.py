@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
@@ -22,13 +24,12 @@ from markupsafe import Markup, escape
 from detdiff.compare.divergence import Divergence, RequestDivergence
 
 from .document import Blank, Block, Code, Item, Prose, Report, Section, Table, Texts, View, Word, is_numeric
-from .html_data import payload
-from .svg import style
-from .views import plot, values
+from .svg import Axis, Drawing, style
+from .views import VIEWS, subject_of, values
 from .words import count, named, number, runs_of, short_path, shown, spans
 
 if TYPE_CHECKING:
-    from detdiff.compare.series import Series
+    pass
 
 LARGEST: Final = 2_000_000
 """Bytes of a page at most."""
@@ -37,23 +38,7 @@ _PICTURES: Final = 500_000
 _SECTION: Final = 60_000
 _VIEWED: Final = 60
 _LONGEST: Final = 2_000
-_NARROW: Final = 72
-_SCRIPTS: Final = (
-    "page.js",
-    "data.js",
-    "stage.js",
-    "map_paint.js",
-    "map.js",
-    "timeline.js",
-    "margins.js",
-    "start.js",
-)
-_VIEWS: Final = {
-    "map": "Map",
-    "timeline": "Timeline",
-    "margins": "Margins",
-    "lens": "Preference by layer",
-}
+_SCRIPTS: Final = ("page.js", "figure.js")
 
 
 @dataclass(frozen=True)
@@ -68,21 +53,17 @@ class Part:
     first: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Figure:
-    """A view: its heading, the picture without script, its values, and where its data are for the script.
-
-    ``small`` is the picture for a narrow screen, of a view that is a picture always.
-    """
+    """A view: its heading, its picture, its values, and the drawings that a script opens, the first of which it is."""
 
     id: str
-    name: str
     title: str
     said: str
-    request: int | None
     picture: Markup | None
-    small: Markup | None
-    values: Table | None
+    values: Table
+    first: Drawing | None
+    drawings: Sequence[tuple[str, Callable[[], Drawing]]]
 
 
 def write_html(report: Report, path: Path) -> None:
@@ -93,7 +74,7 @@ def write_html(report: Report, path: Path) -> None:
 def html(report: Report) -> str:
     """The whole page, at most ``LARGEST`` bytes: what does not fit is left out, and the page says so."""
     blocks = [block for section in report.sections for block in section.blocks]
-    pictures = _Pictures(report.series, sum(isinstance(block, View) for block in blocks))
+    pictures = _Pictures(report, sum(isinstance(block, View) for block in blocks))
     room = _TEXTS // max(1, sum(isinstance(block, Texts) for block in blocks))
     sections = [(section, _section_parts(section, pictures, room)) for section in report.sections]
     for parts in [parts for _, parts in sections if any(part.kind == "texts" for part in parts)][:1]:
@@ -108,45 +89,113 @@ def html(report: Report) -> str:
         "left_out": (),
     }
     page = _page("report.html", _SCRIPTS, context)
-    if report.series is None or not pictures.drawn:
+    if not pictures.figures:
         return page
-    data = payload(report.series, report.divergence, LARGEST - len(page.encode()) - 4_000)
-    return _page("report.html", _SCRIPTS, {**context, "data": Markup(data.text), "left_out": data.left_out})
+    data, left_out = packed(pictures.figures, LARGEST - len(page.encode()) - 4_000)
+    return _page("report.html", _SCRIPTS, {**context, "data": Markup(data), "left_out": left_out})
 
 
 class _Pictures:
     """Draws ``views`` views, until they would take too much of the page; their tables are the shorter the more there are."""
 
-    def __init__(self, series: Series | None, views: int) -> None:
-        self._series = series
+    def __init__(self, report: Report, views: int) -> None:
+        self._report = report
         self._room = _PICTURES
         self._lines = max(8, 2_400 // max(1, views))
-        self.drawn = 0
+        self._drawn = 0
+        self.figures: list[Figure] = []
 
     def figure(self, view: View) -> Figure | None:
         """None where there is nothing to draw."""
-        series = self._series
-        if series is None or self.drawn == _VIEWED:
+        subject = subject_of(view, self._report)
+        if subject is None or self._drawn == _VIEWED:
             return None
-        place = next((n for n, each in enumerate(series.requests) if each.id == view.request), None)
-        if place is None and view.request is not None:
-            return None
-        self.drawn += 1
-        picture = plot(series, view) if self._room > 0 else ""
-        self._room -= len(picture)
-        of = "" if view.request is None else f" of {named(view.request, 80)}"
-        return Figure(
-            id=f"{view.name}-{0 if place is None else place}",
-            name=view.name,
-            title=f"{_VIEWS[view.name]}{of}",
+        self._drawn += 1
+        picture, drawings = None, VIEWS[view.name].drawings(subject)
+        if self._room > 0:
+            picture = drawings[0][1]()
+            self._room -= len(picture.svg)
+        number = 0 if subject.request is None else subject.series.requests.index(subject.request)
+        figure = Figure(
+            id=f"{view.name}-{number}",
+            title=VIEWS[view.name].title + ("" if view.request is None else f" of {named(view.request, 80)}"),
             said=view.said,
-            request=place,
-            picture=Markup(picture) if self._room >= 0 else None,
-            small=Markup(plot(series, view, columns=_NARROW))
-            if view.name == "lens" and self._room >= 0
-            else None,
-            values=values(series, view, self._lines),
+            picture=None if picture is None or self._room < 0 else Markup(picture.svg),
+            values=values(view, subject, self._lines),
+            first=picture,
+            drawings=drawings,
         )
+        if figure.picture is not None:
+            self.figures.append(figure)
+        return figure
+
+
+def packed(figures: Sequence[Figure], room: int) -> tuple[str, tuple[str, ...]]:
+    """What a page's script is told: JSON that may stand inside a script element, of at most ``room`` characters.
+
+    Each drawing is zlib's, in base64, and unpacked by the browser when it is looked at; the picture in the page is the
+    first and has no SVG here. Drawings that find no room are left out, the least needed first, and sentences say so.
+    """
+    made: dict[str, dict[str, Any]] = {}
+    known: dict[str, list[Axis]] = {figure.id: [] for figure in figures}
+    room -= 200 + sum(len(figure.id) + 60 for figure in figures)
+    full: set[str] = set()
+    for place in range(max((len(figure.drawings) for figure in figures), default=0)):
+        for figure in figures:
+            if figure.id in full or place >= len(figure.drawings):
+                continue
+            name, make = figure.drawings[place]
+            drawing = figure.first if place == 0 and figure.first is not None else make()
+            axes = known[figure.id]
+            new = [] if drawing.axis in axes else [_deflated(_axis(drawing.axis))]
+            number = axes.index(drawing.axis) if drawing.axis in axes else len(axes)
+            text = _deflated(_drawing(drawing, number, place > 0))
+            cost = len(text) + len(json.dumps(name)) + 40 + sum(map(len, new))
+            if cost > room:
+                full.add(figure.id)
+                continue
+            room -= cost
+            if new:
+                axes.append(drawing.axis)
+            data = made.setdefault(figure.id, {"axes": [], "drawings": []})
+            data["axes"] += new
+            data["drawings"].append({"name": name, "packed": text})
+    return json.dumps(made, separators=(",", ":")).replace("<", "\\u003c"), tuple(_missing(figures, made))
+
+
+def _missing(figures: Sequence[Figure], made: Mapping[str, Any]) -> Iterator[str]:
+    still = [figure.title for figure in figures if figure.id not in made]
+    if still:
+        which = still[0] if len(still) == 1 else f"{len(still)} of {len(figures)} views"
+        yield f"To keep this page small, {which} can be looked at but not stepped through; the tables hold the values."
+    for figure in figures:
+        found = len(made[figure.id]["drawings"]) if figure.id in made else 0
+        if 0 < found < len(figure.drawings):
+            names = [name for name, _ in figure.drawings[found:]]
+            more = f" to {names[-1]}" if len(names) > 1 else ""
+            yield f"Left out of {figure.title} to keep this page small: {names[0]}{more} ({len(names)} of {len(figure.drawings)})."
+
+
+def _axis(axis: Axis) -> dict[str, Any]:
+    return {"titles": axis.titles, "about": axis.about, "first": axis.first, "width": axis.width}
+
+
+def _drawing(drawing: Drawing, axis: int, drawn: bool) -> dict[str, Any]:
+    return {
+        "svg": drawing.svg if drawn else None,
+        "rows": drawing.rows,
+        "axis": axis,
+        "cells": drawing.cells,
+        "jumps": [vars(jump) for jump in drawing.jumps],
+        "doors": [vars(door) for door in drawing.doors],
+        "start": drawing.start,
+        "parent_row": drawing.parent_row,
+    }
+
+
+def _deflated(value: Any) -> str:
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
+    return base64.b64encode(zlib.compress(text.encode(), 6)).decode("ascii")
 
 
 def _section_parts(section: Section, pictures: _Pictures, room: int) -> list[Part]:

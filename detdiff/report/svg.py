@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, floor, log10
-from typing import Final
+from typing import Any, Final
 from unicodedata import east_asian_width
 from xml.sax.saxutils import escape
 
@@ -64,6 +64,79 @@ def fitted(words: str, width: float, size: float = TEXT) -> str:
     while kept and text_width(f"…{kept}", size) > width:
         kept = kept[1:]
     return f"…{kept}" if kept else ""
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where a reader can stand in a picture: columns of ``step`` pixels from ``left`` on, in rows of (top, height)."""
+
+    left: float
+    step: float
+    rows: Sequence[tuple[float, float]]
+
+    def attributes(self) -> str:
+        """The same for a script, as attributes of the picture."""
+        rows = " ".join(coordinate(length) for row in self.rows for length in row)
+        return f' data-left="{coordinate(self.left)}" data-step="{self.step:.6g}" data-rows="{rows}"'
+
+
+Stop = tuple[int | None, int]
+"""A row, None for any, and a column."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """The columns of a picture: their ``titles``, and ``about`` each what a reader is told of it, None for nothing.
+
+    Column n begins with position ``first + n * width`` where columns are positions, so that a reader who goes from one
+    picture to another stays at the same place.
+    """
+
+    titles: Sequence[str]
+    about: Sequence[tuple[str, Sequence[str | None]]] = ()
+    first: int = 0
+    width: int = 1
+
+
+@dataclass(frozen=True)
+class Jump:
+    """A key, and the places that it leads to one after the other, from the cursor on.
+
+    ``same_row`` is for those of the cursor's row alone, ``in_order`` for those that are not in the order of places.
+    """
+
+    key: str
+    label: str
+    stops: Sequence[Stop]
+    same_row: bool = False
+    in_order: bool = False
+
+
+@dataclass(frozen=True)
+class Door:
+    """A key that opens another drawing: by row the names of those that it may be, the first that is there is it."""
+
+    key: str
+    label: str
+    to: Sequence[Sequence[str]]
+
+
+@dataclass(frozen=True, eq=False)
+class Drawing:
+    """A picture of a page, and what its reader is told at each place.
+
+    ``cells`` are named values by row and then column: each is None, a text or a number, or with ``words`` the number of
+    one of them. ``parent_row`` is this drawing's row in the one that its door Escape leads to.
+    """
+
+    svg: str
+    rows: Sequence[str]
+    axis: Axis
+    cells: Sequence[tuple[str, Sequence[str] | None, Sequence[Any]]]
+    jumps: Sequence[Jump] = ()
+    doors: Sequence[Door] = ()
+    start: tuple[int, int] = (0, 0)
+    parent_row: int = 0
 
 
 class Canvas:
@@ -127,18 +200,30 @@ class Canvas:
             at += whole + 18 if len(pieces) == 1 else width
         return line + 8
 
-    def svg(self, cls: str, title: str, said: str, size: tuple[float, float], standalone: bool) -> str:
-        """The whole picture, ``size`` its natural width and height, with ``title`` and ``said`` for who cannot see it."""
+    def svg(
+        self,
+        cls: str,
+        title: str,
+        said: str,
+        size: tuple[float, float],
+        standalone: bool,
+        places: Places | None = None,
+    ) -> str:
+        """The whole picture, ``size`` its natural width and height, with ``title`` and ``said`` for who cannot see it.
+
+        In a page it also says where its ``places`` are, for the script that puts a cursor on them.
+        """
         width, height = (coordinate(round(length)) for length in size)
         head, style = "", ""
         if standalone:
             head = '<?xml version="1.0" encoding="UTF-8"?>\n'
             paper = f'<rect class="dd-paper" width="{width}" height="{height}"/>'
             style = f"<style>\n{standalone_style()}\n</style>{paper}"
+        where = "" if standalone or places is None else places.attributes()
         body = "\n".join(self._parts)
         return (
             f'{head}<svg xmlns="http://www.w3.org/2000/svg" class="dd-plot {cls}" role="img" width="{width}" '
-            f'height="{height}" viewBox="0 0 {width} {height}" direction="ltr">\n'
+            f'height="{height}" viewBox="0 0 {width} {height}" direction="ltr"{where}>\n'
             f"<title>{xml(title)}</title>\n<desc>{xml(said)}</desc>\n{style}\n{body}\n</svg>\n"
         )
 

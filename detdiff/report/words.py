@@ -125,6 +125,11 @@ def size(found: Magnitude) -> str:
     return "; ".join(parts)
 
 
+def full_path(path: str) -> str:
+    """A kernel path as reports say it, cut where it is long."""
+    return short_path(path if len(path) <= 60 else f"{path[:30]}…{path[-30:]}")
+
+
 def short_path(path: str | None) -> str:
     """A kernel path without the word that says of which sort it is; ``native`` where none was recorded."""
     return "native" if path is None else named(path.removeprefix("reference/").removeprefix("forced/"))

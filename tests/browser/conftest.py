@@ -21,7 +21,7 @@ _FLAGS = (
     "--disable-component-update --disable-sync"
 ).split()
 
-# Grids are unpacked while the page goes on, so what a key did is there a moment later.
+# Drawings are unpacked while the page goes on, so what a key did is there a moment later.
 _VALUES = """
 async (id) => {
   const pause = () => new Promise((done) => setTimeout(() => requestAnimationFrame(done)));
@@ -50,7 +50,7 @@ class Opened:
 
     def focus(self, id: str) -> None:
         """Into the picture of a view, as the tabulator key gets there."""
-        self.figure(id).locator(".stage").focus()
+        self.figure(id).locator(".picture").focus()
 
     def press(self, *keys: str) -> None:
         """Keys, one after the other, on what has the focus."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from large_pages import large_pages, noisy
+from large_pages import large_pages
 from series_samples import large
 
 from detdiff.report.html import LARGEST
@@ -20,42 +20,60 @@ def pages() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", ["usual", "noise", "many heads"])
-def test_it_is_small_and_opens(show: Any, pages: dict[str, str], name: str) -> None:
+def test_it_is_small_and_every_view_comes_alive(show: Any, pages: dict[str, str], name: str) -> None:
     assert len(pages[name].encode()) <= LARGEST == 2_000_000
-    assert show(pages[name]).page.locator("html").get_attribute("data-ready")
+    opened = show(pages[name])
+    assert opened.page.locator("figure.view.live").count() == opened.page.locator("figure.view").count() == 4
 
 
 def test_a_page_that_had_no_room_says_what_is_missing(show: Any, pages: dict[str, str]) -> None:
     notes = {name: show(text).page.locator(".top .note").all_text_contents() for name, text in pages.items()}
     assert not [note for note in notes["usual"] if "small" in note]
-    assert "Left out to keep this page small: the largest ULP of each site." in notes["noise"]
-    assert not [note for note in notes["noise"] if "groups" in note]
-    assert [note for note in notes["many heads"] if "in groups of" in note]
+    (missing,) = [note for note in notes["many heads"] if "small" in note]
+    assert missing.startswith("Left out of Map of anchor to keep this page small: ")
+    assert missing.endswith("cache entries of layer 31 (" + missing.rpartition("(")[2])
 
 
-def test_every_cell_can_be_reached(show: Any, pages: dict[str, str]) -> None:
+def test_a_cell_of_many_positions_says_which_of_them_matter(show: Any, pages: dict[str, str]) -> None:
     request = large().requests[0]
+    born = request.prompt + 250
     opened = show(pages["usual"])
     opened.focus("map-0")
-    opened.press("b", "Enter")
+    opened.press("b")
     found = opened.values("map-0")
-    assert (found["in"], found["state"]) == ("layer 3", "origin: born here")
-    assert found[""] == f"layers.3.attn.q_proj, position {request.prompt + 250}"
-    opened.press("End", "c", *["ArrowUp"] * 9, "ArrowDown")
-    found = opened.values("map-0")
-    state = ("bit-equal", "propagated: its inputs differed already")[request.entries[3].state[1, 4999] - 1]
-    assert (found[""], found["state"]) == ("K head 1, position 4999", state)
+    first, last = map(int, found[""].rpartition("positions ")[2].split(" to "))
+    assert last - first == 20 and first <= born <= last
+    assert (found["state"], found["born at"]) == ("origin: born here", f"position {born}")
+    differing = int((request.layers.state[3, first : last + 1] > 1).sum())
+    assert found["differ"] == f"{differing} of 21 positions"
+    opened.press("Enter")
+    # The sites of the layer in which it was born are there position by position as well.
+    what = opened.figure("map-0").get_by_role("combobox", name="Show")
+    (near,) = [
+        name
+        for name in what.locator("option").all_text_contents()
+        if name.startswith("sites of layer 3, pos")
+    ]
+    what.select_option(label=near)
+    assert opened.values("map-0")[""].startswith("layers.3.")
+    opened.press("b")
+    assert opened.values("map-0")[""] == f"layers.3.attn.q_proj, position {born}"
+    opened.press("Escape")
+    assert opened.values("map-0")[""] == f"layer 3, position {born}"
+    state = request.layers.state[3]
+    for position in range(born + 1, born + 9):
+        opened.press("ArrowRight")
+        assert opened.values("map-0")["state"].startswith(
+            ("not compared", "bit-equal", "propagated", "origin")[state[position]]
+        )
 
 
-def test_what_is_drawn_in_groups_is_the_strongest_of_each(show: Any, pages: dict[str, str]) -> None:
-    request = noisy(large(), 16).requests[0]
-    opened = show(pages["many heads"])
-    opened.focus("map-0")
-    opened.figure("map-0").get_by_role("combobox", name="Show").select_option(label="sites of layer 7")
-    opened.press("Home", *["ArrowUp"] * 13)
-    first, last = opened.values("map-0")[""].rpartition("positions ")[2].split(" to ")
-    assert first == "0"
-    state = request.sites[7].state[0, : int(last) + 1].max()
-    assert opened.values("map-0")["state"].startswith(
-        ("not compared", "bit-equal", "propagated", "origin")[state]
-    )
+def test_a_column_of_many_forwards_tells_of_the_one_that_is_marked(show: Any, pages: dict[str, str]) -> None:
+    birth = large().requests[0].birth_forwards
+    assert birth is not None
+    opened = show(pages["usual"])
+    opened.focus("timeline-0")
+    opened.press("ArrowDown", "b")
+    found = opened.values("timeline-0")
+    assert (found["here"], found["forward"]) == ("the birth", str(birth[1]))
+    assert "64 prefill of follower, from position 0" in found["who"]

@@ -10,8 +10,6 @@ from series_samples import small
 
 from detdiff.report.html import html
 
-TOOLS = ("map", "timeline", "margins")
-
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_page_is_quiet_and_its_views_come_alive(show: Any, name: str) -> None:
@@ -19,10 +17,9 @@ def test_a_page_is_quiet_and_its_views_come_alive(show: Any, name: str) -> None:
     figures = opened.page.locator("figure.view").all()
     assert figures
     for figure in figures:
-        live = figure.get_attribute("id").partition("-")[0] in TOOLS
-        assert ("live" in figure.get_attribute("class").split()) == live
-        assert figure.locator(".picture:not(.small)").is_visible() != live
-        assert figure.locator(".stage canvas").count() == live
+        assert "live" in figure.get_attribute("class").split()
+        assert figure.locator(".picture svg").count() == 1 and figure.locator(".picture svg").is_visible()
+        assert figure.locator(".dd-cursor rect").count() == 2 and figure.locator(".values h4").text_content()
     assert not opened.page.locator("#trouble").is_visible()
 
 
@@ -38,7 +35,7 @@ def test_the_tabulator_key_reaches_every_view_and_shows_where_it_is(show: Any) -
               if (!at || at === document.body) return null;
               const style = getComputedStyle(at);
               return {
-                stage: at.classList.contains("stage") ? at.closest("figure").id : "",
+                stage: at.classList.contains("picture") ? at.closest("figure").id : "",
                 inside: at.closest("figure")?.id ?? "",
                 shown: style.outlineStyle !== "none" && parseFloat(style.outlineWidth) >= 2,
                 visible: at.checkVisibility({ visibilityProperty: true }),
@@ -53,7 +50,7 @@ def test_the_tabulator_key_reaches_every_view_and_shows_where_it_is(show: Any) -
             reached.add(at["stage"])
         if at["inside"] and (not order or order[-1] != at["inside"]):
             order.append(at["inside"])
-    assert reached == views and len(views) == 5
+    assert reached == views and len(views) == 6
     # One after the other, as they are read.
     assert len(order) == len(set(order))
 
@@ -139,9 +136,8 @@ CONTRAST = """
 UNFOLD = "() => document.querySelectorAll('details').forEach((fold) => { fold.open = true; })"
 
 
-@pytest.mark.parametrize("pictures", [False, True], ids=["live", "pictures"])
 @pytest.mark.parametrize("how", ["light", "dark", "chosen-light", "chosen-dark"])
-def test_every_text_has_contrast(show: Any, how: str, pictures: bool) -> None:
+def test_every_text_has_contrast(show: Any, how: str) -> None:
     system = {"light": "light", "dark": "dark", "chosen-light": "dark", "chosen-dark": "light"}[how]
     texts = 0
     for text in (page("reference"), html(drawing(small()))):
@@ -151,10 +147,6 @@ def test_every_text_has_contrast(show: Any, how: str, pictures: bool) -> None:
             while button.text_content() != f"Theme: {how.removeprefix('chosen-')}":
                 button.press("Enter")
         opened.page.evaluate(UNFOLD)
-        if pictures:
-            opened.page.evaluate(
-                "document.querySelectorAll('.live').forEach((view) => view.classList.remove('live'))"
-            )
         ground = opened.page.evaluate("getComputedStyle(document.documentElement).backgroundColor")
         assert (ground == "rgb(255, 255, 255)") == how.endswith("light")
         count, found = opened.page.evaluate(CONTRAST)
@@ -181,6 +173,8 @@ def test_a_text_without_contrast_is_found(show: Any) -> None:
     (found,) = opened.page.evaluate(CONTRAST)[1]
     assert found.startswith("2.8") and " H1 The runs are identical" in found
 
+
+BOX = "(selector) => { const box = document.querySelector(selector).getBoundingClientRect(); return [box.left, box.right]; }"
 
 # What is wider than the screen, but for what scrolls inside of itself.
 WIDE = """
@@ -210,19 +204,29 @@ def test_what_is_too_wide_is_found(show: Any) -> None:
     assert width > 360 and found == ["H1."]
 
 
-def test_a_narrow_screen_gets_a_narrow_picture(show: Any) -> None:
-    for width in (360, 1280):
-        lens = show(page("reference"), width=width).figure("lens-0")
-        for size in ("small", "large"):
-            wanted = (size == "small") == (width == 360)
-            assert lens.locator(f".picture.{size} svg").is_visible() == wanted
+def test_a_picture_keeps_its_size_on_a_narrow_screen_and_scrolls_to_its_cursor(show: Any) -> None:
+    opened = show(page("reference"), width=360)
+    picture = opened.figure("map-0").locator(".picture")
+    whole, seen = picture.evaluate(
+        "(node) => [node.querySelector('svg').getBoundingClientRect().width, node.clientWidth]"
+    )
+    assert whole > 600 > seen
+    opened.focus("map-0")
+    for key in ("End", "Home", "End"):
+        opened.press(key)
+        ring, frame = (
+            opened.page.evaluate(BOX, selector) for selector in ("#map-0 .dd-cursor rect", "#map-0 .picture")
+        )
+        assert frame[0] <= ring[0] and ring[1] <= frame[1]
 
 
 def test_the_page_says_the_same_without_script(show: Any) -> None:
     opened = show(page("reference"), java_script_enabled=False)
     for figure in opened.page.locator("figure.view").all():
-        assert figure.locator(".picture:not(.small) svg").is_visible()
-        assert not figure.locator(".tool").is_visible()
+        assert figure.locator(".picture svg").is_visible()
+        assert not figure.locator("button, select, .values").count()
+        figure.locator("summary").click()
+        assert figure.locator("details table").is_visible()
     assert "Without JavaScript" in opened.page.locator("noscript").text_content()
     assert not opened.page.locator("#theme").is_visible()
 
@@ -244,12 +248,12 @@ def test_paper_has_everything_and_no_buttons(show: Any, scheme: str) -> None:
     opened.page.emulate_media(media="print", color_scheme=scheme)
     hidden = opened.page.evaluate(
         """() => [...document.querySelectorAll("main section, main p, main dl, main table, main pre, main svg, main h2, main h3")]
-          .filter((node) => !node.closest(".tool, .small, noscript, [hidden]"))
+          .filter((node) => !node.closest(".values, .help, noscript, [hidden]"))
           .filter((node) => !node.checkVisibility() || !node.getBoundingClientRect().height)
           .map((node) => node.tagName + " " + node.textContent.slice(0, 60))"""
     )
     assert hidden == []
-    buttons = opened.page.locator("button, select, canvas, nav").all()
+    buttons = opened.page.locator("button, select, nav, .dd-cursor").all()
     assert buttons and not any(button.is_visible() for button in buttons)
     assert (
         opened.page.evaluate("getComputedStyle(document.documentElement).backgroundColor")

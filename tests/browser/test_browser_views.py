@@ -52,7 +52,7 @@ def test_the_map_goes_from_a_layer_into_its_sites_and_back(show: Any, views: str
     opened.focus("map-0")
     opened.press("b", "Enter")
     found = opened.values("map-0")
-    assert (found[""], found["in"]) == ("layers.1.attn.q_proj, position 9", "layer 1")
+    assert found[""] == "layers.1.attn.q_proj, position 9"
     assert found["state"] == STATES[3]
     opened.press(*["ArrowUp"] * 9)
     for row, site in enumerate(SITES):
@@ -71,7 +71,7 @@ def test_the_map_goes_into_the_cache_entries_of_a_layer(show: Any, views: str) -
     opened.press("b", "ArrowDown", "c", *["ArrowUp"] * 9)
     for row, entry in enumerate(ENTRIES):
         found = opened.values("map-0")
-        assert (found[""], found["in"]) == (f"{entry}, position 9", "layer 2")
+        assert found[""] == f"{entry}, position 9"
         assert found["state"] == STATES[entries.state[row, 9]]
         opened.press("ArrowDown")
     opened.press("Enter")
@@ -83,20 +83,20 @@ def test_the_list_of_what_to_show_leads_everywhere(show: Any, views: str) -> Non
     what = opened.figure("map-0").get_by_role("combobox", name="Show")
     names = what.locator("option").all_text_contents()
     layers = [f"layer {n}" for n in range(4)]
-    assert names == [
-        "all layers",
-        *(f"{part} of {layer}" for part in ("sites", "cache entries") for layer in layers),
-    ]
+    # Those of the layer in which the first difference was born come first.
+    born = ["sites of layer 1", "cache entries of layer 1"]
+    every = [f"{part} of {layer}" for part in ("sites", "cache entries") for layer in layers]
+    assert names == ["all layers", *born, *(name for name in every if name not in born)]
     what.select_option(label="cache entries of layer 3")
-    assert opened.values("map-0")["in"] == "layer 3"
+    assert opened.values("map-0")[""].startswith("K head")
     what.select_option(label="sites of layer 0")
-    assert opened.values("map-0")["in"] == "layer 0"
+    assert opened.values("map-0")[""].startswith("layers.0.")
     opened.figure("map-0").get_by_role("button", name="Open cache entries").press("Enter")
     assert opened.values("map-0")[""].startswith("K head")
     back = opened.figure("map-0").get_by_role("button", name="Back to layers")
     back.press("Space")
     assert opened.values("map-0")[""] == "layer 0, position 9"
-    assert back.is_disabled()
+    assert back.count() == 0
 
 
 def test_the_map_tells_which_forward_ran_a_row_and_which_token_it_chose(show: Any, views: str) -> None:
@@ -134,69 +134,60 @@ def test_the_map_goes_from_origin_to_origin(show: Any) -> None:
     assert opened.values("map-0")[""] == f"{request.layers.rows[row]}, position {position}"
 
 
-PIXEL = """
-(canvas, [x, y]) => {
-  const ratio = canvas.width / canvas.clientWidth;
-  return [...canvas.getContext("2d").getImageData(Math.round(x * ratio), Math.round(y * ratio), 1, 1).data].slice(0, 3);
-}
-"""
-COLOUR = """
-(_, name) => {
-  const probe = document.createElement("canvas").getContext("2d");
-  probe.fillStyle = getComputedStyle(document.documentElement).getPropertyValue(name);
-  probe.fillRect(0, 0, 1, 1);
-  return [...probe.getImageData(0, 0, 1, 1).data].slice(0, 3);
+# The colour of the cells at a place of the picture, without the ring of the cursor.
+PAINTED = """
+(figure, [row, column]) => {
+  const svg = figure.querySelector("svg"), box = svg.getBoundingClientRect();
+  const ratio = box.width / svg.viewBox.baseVal.width;
+  const rows = svg.dataset.rows.split(" ").map(Number);
+  const x = box.left + ratio * (Number(svg.dataset.left) + (column + 0.5) * Number(svg.dataset.step));
+  const y = box.top + ratio * (rows[2 * row] + rows[2 * row + 1] / 2);
+  svg.querySelector(".dd-cursor").setAttribute("visibility", "hidden");
+  for (const mark of svg.querySelectorAll(".dd-flip, .dd-under")) mark.setAttribute("visibility", "hidden");
+  const hit = document.elementsFromPoint(x, y).find((node) => node instanceof SVGPathElement);
+  return [hit ? hit.getAttribute("class") : "", x, y];
 }
 """
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_the_map_is_painted_as_its_legend_says_and_can_be_clicked(show: Any, views: str, scheme: str) -> None:
+def test_the_map_is_painted_as_its_values_say_and_can_be_clicked(show: Any, views: str) -> None:
     grid = small().requests[0].layers
     assert grid.ulp is not None
-    opened = show(views, color_scheme=scheme)
-    canvas = opened.figure("map-0").locator(".stage canvas")
-    left, top, cell, row = (float(canvas.get_attribute(f"data-{x}")) for x in ("left", "top", "cell", "row"))
-    names = ("equal", "origin", *(f"s{n}" for n in range(8)))
-    colours = {name: canvas.evaluate(COLOUR, f"--dd-{name}") for name in names}
-    opened.focus("map-0")
-    # The ring around the cursor hides what is below it: first from above, then from below.
-    for key, rows in (("ArrowUp", (1, 2, 3)), ("ArrowDown", (0, 1, 2))):
-        opened.press("Home", *[key] * 4)
-        for r in rows:
-            for position in range(12):
-                state = grid.state[r, position]
-                step = sum(grid.ulp[r, position] >= limit for limit in ULP_STEPS)
-                place = [left + (position + 0.5) * cell, top + (r + 0.5) * row]
-                want = {1: "equal", 2: f"s{step}", 3: "origin"}[int(state)]
-                assert canvas.evaluate(PIXEL, place) == colours[want], (r, position)
-    for r, position in ((2, 7), (0, 11), (3, 0)):
-        canvas.click(position={"x": left + (position + 0.5) * cell, "y": top + (r + 0.5) * row})
-        assert opened.values("map-0")[""] == f"layer {r}, position {position}"
+    opened = show(views)
+    figure = opened.figure("map-0")
+    figure.scroll_into_view_if_needed()
+    for row in range(4):
+        for position in range(12):
+            step = sum(grid.ulp[row, position] >= limit for limit in ULP_STEPS)
+            want = {1: "dd-equal", 2: f"dd-s{step}", 3: "dd-origin"}[int(grid.state[row, position])]
+            painted, x, y = figure.evaluate(PAINTED, [row, position])
+            assert want in painted.split(), (row, position)
+            opened.page.mouse.click(x, y)
+            assert opened.values("map-0")[""] == f"layer {row}, position {position}"
 
 
-def test_positions_are_zoomed_into_and_followed(show: Any) -> None:
-    positions = report("reference").series.requests[0].positions  # type: ignore[union-attr]
+def test_a_picture_is_zoomed_into_and_follows_its_cursor(show: Any) -> None:
     opened = show(page("reference"))
+    picture = opened.figure("map-0").locator(".picture")
 
-    def in_view(*keys: str) -> tuple[int, int]:
-        opened.press(*keys)
-        first, last = opened.values("map-0")["in view"].removeprefix("positions ").split(" to ")
-        return int(first), int(last)
+    def widths() -> tuple[float, float, float]:
+        found = picture.evaluate(
+            "(node) => [node.querySelector('svg').clientWidth, node.clientWidth, node.scrollLeft]"
+        )
+        return tuple(found)  # type: ignore[return-value]
 
     opened.focus("map-0")
-    assert in_view("Home") == (0, positions - 1)
-    first, last = in_view("+", "+")
-    assert first == 0 and last == pytest.approx(positions / 4, abs=2)
-    assert in_view("End") == (positions - 1 - last, positions - 1)
-    position = positions - 1 - 10 - (last + 1)
-    first, last = in_view("Shift+ArrowLeft", "PageUp")
-    assert first <= position <= last < positions - 1
-    assert in_view("-", "-", "-") == (0, positions - 1)
-    assert in_view("b", *["+"] * 9)[0] > 0
-    assert in_view("0") == (0, positions - 1)
+    opened.press("Home")
+    fitting = widths()[0]
+    opened.press("+", "+")
+    whole, seen, at = widths()
+    assert whole > 3 * fitting > seen and at == 0
+    opened.press("End")
+    assert widths()[2] > whole / 2
+    opened.press("0")
+    assert widths()[0] == fitting
     opened.figure("map-0").get_by_role("button", name="Zoom in").click()
-    assert in_view()[1] - in_view()[0] < positions // 2 + 1
+    assert widths()[0] > fitting
 
 
 def test_the_timeline_says_what_every_forward_was(show: Any, views: str) -> None:
@@ -207,7 +198,8 @@ def test_the_timeline_says_what_every_forward_was(show: Any, views: str) -> None
         opened.press("Home")
         for n, point in enumerate(points):
             found = opened.values("timeline-0")
-            assert found[""] == f"Run {run}, forward {n} of {len(points)}"
+            forwards = f"{len(points)} forwards"
+            assert found[""] == f"Run {run}, {forwards}, forward {n}"
             assert found["rows M"] == str(point.rows)
             assert found["who"].splitlines() == [
                 f"{m.rows} {m.phase} of {m.request}, from position {m.start}" for m in point.members
@@ -223,16 +215,16 @@ def test_the_timeline_goes_to_birth_flip_and_events(show: Any, views: str) -> No
     opened = show(views)
     opened.focus("timeline-0")
     opened.press("f")
-    assert opened.values("timeline-0")[""] == "Run a, forward 4 of 8"
+    assert opened.values("timeline-0")[""] == "Run a, 8 forwards, forward 4"
     opened.press("ArrowDown", "b")
     found = opened.values("timeline-0")
-    assert (found[""], found["here"]) == ("Run b, forward 2 of 6", "the birth")
+    assert (found[""], found["here"]) == ("Run b, 6 forwards, forward 2", "the birth")
     opened.press("e")
     assert opened.values("timeline-0")["events"] == "trim of anchor, 3 asked, 3 done"
     opened.press("e")
     assert opened.values("timeline-0")["events"] == "wrap of anchor"
-    opened.figure("timeline-0").get_by_role("button", name="Run a").press("Enter")
-    assert opened.values("timeline-0")[""] == "Run a, forward 5 of 8"
+    opened.press("ArrowUp")
+    assert opened.values("timeline-0")[""] == "Run a, 8 forwards, forward 5"
 
 
 def test_the_margins_say_what_every_token_had(show: Any, views: str) -> None:
@@ -254,6 +246,24 @@ def test_the_margins_say_what_every_token_had(show: Any, views: str) -> None:
     assert float(opened.values("margins-0")["margin in a"]) == 0.004
     opened.press("n")
     assert float(opened.values("margins-0")["margin in a"]) == 0.03
+    opened.press("p", "p")
+    assert float(opened.values("margins-0")["margin in a"]) == 2.5
+
+
+def test_the_lens_says_what_every_layer_preferred(show: Any, views: str) -> None:
+    opened = show(views)
+    opened.focus("lens-0")
+    opened.press("Home")
+    for point in small().requests[0].lens:
+        found = opened.values("lens-0")
+        assert (found[""], float(found["in a"]), float(found["in b"])) == (
+            f"After layer {point.layer}",
+            point.a,
+            point.b,
+        )
+        opened.press("ArrowRight")
+    opened.press("t")
+    assert opened.values("lens-0")["here"] == "b turns"
 
 
 def test_keys_that_are_not_the_pictures_stay_the_readers(show: Any, views: str) -> None:
@@ -263,4 +273,6 @@ def test_keys_that_are_not_the_pictures_stay_the_readers(show: Any, views: str) 
     opened.press("Control+ArrowRight", "Alt+n", "x", "Control+c")
     assert opened.values("map-0") == before
     opened.press("Tab")
-    assert not opened.figure("map-0").locator(".stage").evaluate("(node) => node === document.activeElement")
+    assert (
+        not opened.figure("map-0").locator(".picture").evaluate("(node) => node === document.activeElement")
+    )

@@ -1,4 +1,4 @@
-"""What a page's script draws: the series, exactly where there is room, and a word about what there was none for."""
+"""What a page's script is told: every drawing with its values where there is room, and a word about what there was none for."""
 
 from __future__ import annotations
 
@@ -8,22 +8,21 @@ import zlib
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 from page_tree import Node, of, tree
 from series_samples import hostile, large, small
+from svg_reader import check
 
 from detdiff.report.document import Item, Report, View
 from detdiff.report.html import LARGEST, html
-from detdiff.report.html_data import payload
 
 
 def data_of(page: Node) -> Any:
     return json.loads(page.one("script", type="application/json").text)
 
 
-def unpacked(packed: str) -> bytes:
-    return zlib.decompress(base64.b64decode(packed))
+def unpacked(packed: str) -> Any:
+    return json.loads(zlib.decompress(base64.b64decode(packed)))
 
 
 def drawing(series: Any) -> Report:
@@ -33,58 +32,40 @@ def drawing(series: Any) -> Report:
 
 def test_the_scripts_data_are_the_series() -> None:
     series = small()
-    data = data_of(tree(html(drawing(series))))
-    for found, request in zip(data["requests"], series.requests, strict=True):
-        grids = [*found["layers"], *found["sites"], *found["entries"]]
-        for packed, grid in zip(grids, (request.layers, *request.sites, *request.entries), strict=True):
-            assert (packed["name"], data["rows"][packed["rows"]]) == (grid.name, list(grid.rows))
-            assert unpacked(packed["state"]) == grid.state.tobytes()
-            assert unpacked(packed["share"]) == grid.share.tobytes()
-            assert ("ulp" in packed) == (grid.ulp is not None and bool(np.isfinite(grid.ulp).any()))
-            if "ulp" in packed:
-                assert grid.ulp is not None and grid.rel is not None
-                assert unpacked(packed["ulp"]) == grid.ulp.tobytes()
-                rel = np.frombuffer(unpacked(packed["rel"]), "<f4").reshape(grid.rel.shape)
-                np.testing.assert_allclose(rel, grid.rel, rtol=1e-3)
-    lists = json.loads(unpacked(data["lists"]))
-    assert lists["runs"]["b"]["rows"] == [point.rows for point in series.b]
-    assert lists["requests"][0]["tokens"]["margin"] == [token.margin for token in series.requests[0].tokens_a]
-
-
-@pytest.mark.parametrize("room", [0, 3_000, 20_000, 60_000, 400_000])
-def test_the_data_keep_to_their_room_and_say_what_is_missing(room: int) -> None:
-    series = large(600, 8)
-    made = payload(series, None, room)
-    kinds = {"which cells differ", "the share of differing digests"}
-    missing = [said for said in made.left_out if any(kind in said for kind in kinds)]
-    assert len(made.text) <= room or any("which cells differ" in said for said in missing)
-    whole = payload(series, None, 10_000_000)
-    assert whole.left_out == () and (made.text == whole.text) == (room >= len(whole.text))
-
-
-def test_groups_of_positions_show_the_strongest_of_each() -> None:
-    series = large(600, 8)
-    draw = np.random.default_rng(1)
     request = series.requests[0]
-    sites = tuple(
-        replace(grid, state=draw.integers(4, size=grid.state.shape, dtype=np.uint8)) for grid in request.sites
-    )
-    series = replace(series, requests=(replace(request, sites=sites),))
-    made = payload(series, None, 22_000)
-    assert len(made.text) <= 22_000
-    (said,) = [said for said in made.left_out if "in groups of" in said]
-    data = json.loads(made.text)
-    packed = data["requests"][0]["sites"][3]
-    assert f"groups of {packed['step']} positions" in said and packed["step"] > 1
-    state = np.frombuffer(unpacked(packed["state"]), np.uint8).reshape(len(data["rows"][packed["rows"]]), -1)
-    for column in range(state.shape[1]):
-        whole = sites[3].state[:, column * packed["step"] : (column + 1) * packed["step"]]
-        assert (state[:, column] == whole.max(axis=1)).all()
+    data = data_of(tree(html(drawing(series))))
+    assert set(data) == {"map-0", "timeline-0"}
+    grids = {"all layers": request.layers}
+    grids |= {f"sites of {grid.name}": grid for grid in request.sites}
+    grids |= {f"cache entries of {grid.name}": grid for grid in request.entries}
+    drawings = data["map-0"]["drawings"]
+    assert {each["name"] for each in drawings} == set(grids)
+    for each in drawings:
+        found, grid = unpacked(each["packed"]), grids[each["name"]]
+        assert found["rows"] == list(grid.rows)
+        cells = {name: (words, values) for name, words, values in found["cells"]}
+        assert cells["state"][1] == grid.state.ravel().tolist()
+        if grid.ulp is not None and (grid.state > 1).any():
+            sizes = [
+                float(x) for x, state in zip(grid.ulp.ravel(), grid.state.ravel(), strict=True) if state > 1
+            ]
+            told = [x for x in cells["max ULP"][1] if x is not None]
+            assert told == pytest.approx(sizes, rel=6e-3)
+        # The first is the picture of the page; the others are pictures like it.
+        assert (found["svg"] is None) == (each["name"] == "all layers")
+        if found["svg"]:
+            check(found["svg"])
+    (lanes,) = data["timeline-0"]["drawings"]
+    cells = {name: (words, values) for name, words, values in unpacked(lanes["packed"])["cells"]}
+    words, values = cells["rows M"]
+    assert [words[n] for n in values if n is not None] == [
+        str(point.rows) for point in (*series.a, *series.b)
+    ]
 
 
 def test_hostile_series_stay_small_and_text() -> None:
     series = hostile()
-    views = [View(name, "said", request.id) for request in series.requests for name in ("map", "margins")]  # type: ignore[arg-type]
+    views = [View(name, "said", request.id) for request in series.requests for name in ("map", "margins")]
     text = html(of(*views, View("timeline", "said"), series=series))
     assert len(text.encode()) < LARGEST
     page = tree(text)
@@ -109,17 +90,6 @@ def many(count: int) -> Any:
     return replace(series, requests=requests)
 
 
-@pytest.mark.parametrize("room", [60_000, 150_000, 2_000_000])
-def test_of_many_requests_the_first_ones_are_kept(room: int) -> None:
-    made = payload(many(40), None, room)
-    data = json.loads(made.text)
-    assert 1 <= len(data["requests"]) <= 40 and len(made.text) <= room
-    lists = json.loads(unpacked(data["lists"]))
-    assert [each["id"] for each in lists["requests"]] == [f"r{n}" for n in range(len(data["requests"]))]
-    missing = any("of 40 can be zoomed into" in said for said in made.left_out)
-    assert missing == (len(data["requests"]) < 40) == (room < 2_000_000)
-
-
 def test_a_page_of_many_requests_is_small_and_says_what_it_left_out() -> None:
     series = many(90)
     names: tuple[Any, ...] = ("map", "margins", "lens")
@@ -129,6 +99,10 @@ def test_a_page_of_many_requests_is_small_and_says_what_it_left_out() -> None:
     assert len(text.encode()) <= LARGEST
     page = tree(text)
     assert "no room for the rest of this section" in page.one("section").text
-    assert 0 < len(page.all("figure")) < len(views) and all(
-        figure.all("table") for figure in page.all("figure")
-    )
+    figures = page.all("figure")
+    assert 0 < len(figures) < len(views) and all(figure.all("table") for figure in figures)
+    data = data_of(page)
+    # What is needed most of every view comes before what is needed less of any.
+    depths = {len(each["drawings"]) for id, each in data.items() if id.startswith("map")}
+    assert len(data) == len(page.all("svg")) and max(depths) - min(depths) <= 1
+    assert "to keep this page small" in page.one("main").text

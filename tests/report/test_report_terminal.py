@@ -218,11 +218,26 @@ def test_a_map_of_many_positions_shows_the_worst_of_each_column() -> None:
 
 def test_the_timeline_has_the_forwards_that_matter() -> None:
     text = view(flips(), "timeline", None)
-    b = text.partition("run b:")[2]
-    assert re.search(r"^\s+0\s+18\s+10 prefill of anchor \+ 5 prefill of follower \+ 3 prefill of quiet\s+"
-                     r"candle-metal/mm\s+birth of anchor; first$", b, re.MULTILINE)  # fmt: skip
-    assert re.search(r"^\s+3\s+1\s+1 decode of anchor\s+candle-metal/mv\s+flip of anchor.*", b, re.MULTILINE)
+    assert re.search(r"^\s+b\s+0\s+18\s+10 prefill of anchor \+ 5 prefill of follower \+ 3 prefill of quiet\s+"
+                     r"candle-metal/mm\s+18\s+birth of anchor; first$", text, re.MULTILINE)  # fmt: skip
+    assert re.search(
+        r"^\s+b\s+3\s+1\s+1 decode of anchor\s+candle-metal/mv\s+1\s+flip of anchor.*", text, re.MULTILINE
+    )
     assert "birth of follower" in text and "threshold in b: linear calls of at most 3 rows took" in flat(text)
+
+
+def test_forwards_that_are_alike_share_a_line_and_one_that_differs_has_its_own() -> None:
+    report = flips()
+    assert report.series is not None
+    alike = tuple(replace(report.series.b[-1], forward=n, events=()) for n in range(100, 120))
+    trimmed = (*alike[:9], replace(alike[9], events=("trim of anchor",)), *alike[10:])
+    for points, spans in (
+        (alike, {"100", "101–119"}),
+        (trimmed, {"100", "101–108", "109", "110–119"}),
+    ):
+        series = replace(report.series, a=(), b=points)
+        text = view(replace(report, series=series, divergence=None), "timeline", None)
+        assert {line.split()[1] for line in text.splitlines() if line.split()[0] == "b"} == spans
 
 
 def test_a_timeline_of_many_changes_keeps_births_and_flips() -> None:
@@ -232,8 +247,8 @@ def test_a_timeline_of_many_changes_keeps_births_and_flips() -> None:
         replace(report.series.b[0], forward=n, events=("a trim",), members=()) for n in range(100, 200)
     )
     text = view(replace(report, series=replace(report.series, b=(*report.series.b, *many))), "timeline", None)
-    b = text.partition("run b:")[2]
-    assert "these 12 matter most" in text and "birth of anchor" in b and "flip of anchor" in b
+    assert "the 24 of " in flat(text) and "that matter most" in flat(text)
+    assert "birth of anchor" in text and "flip of anchor" in text
 
 
 def test_margins_are_sorted_and_the_flip_is_named() -> None:
@@ -242,6 +257,8 @@ def test_margins_are_sorted_and_the_flip_is_named() -> None:
         rows[0][0] == "25" and rows[0][-2:] == ["the", "flip"] and rows[0][3:5] == ["0.250000", "-0.750000"]
     )
     assert [float(row[3]) for row in rows[1:]] == sorted(float(row[3]) for row in rows[1:]) and len(rows) == 8
+    # What comes after the flip saw other tokens, and is not near to it.
+    assert all(int(row[0]) <= 25 for row in rows)
 
 
 def test_the_lens_marks_where_the_preference_turned() -> None:
@@ -252,7 +269,7 @@ def test_the_lens_marks_where_the_preference_turned() -> None:
     text = view(replace(report, series=replace(report.series, requests=requests)), "lens")
     assert re.search(r"^\s+20\s+\+1\.000000\s+-1\.000000\s+the preference turns in a$", text, re.MULTILINE)
     assert re.search(r"^\s+39\s+\+1\.000000\s+-$", text, re.MULTILINE)
-    assert "and 33 more layers" in text and text.count("turns") == 1
+    assert "33 more layers are left out" in text and text.count("turns") == 1
 
 
 def test_a_tie_is_no_preference() -> None:

@@ -11,7 +11,6 @@ function make(tag, attributes = {}, ...children) {
   return node;
 }
 
-const themed = new Set();
 function startTheme() {
   const button = document.getElementById("theme");
   const order = ["system", "light", "dark"];
@@ -22,9 +21,7 @@ function startTheme() {
     if (now) root.dataset.theme = order[now];
     else delete root.dataset.theme;
     button.textContent = `Theme: ${order[now]}`;
-    themed.forEach((draw) => draw());
   });
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => themed.forEach((draw) => draw()));
 }
 
 function showTarget() {

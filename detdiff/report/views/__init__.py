@@ -3,24 +3,40 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from hashlib import sha256
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from ..document import Block, Prose, Report, Table, View
-from .lens import lens_blocks, lens_svg, lens_table
-from .map import COLUMNS, EQUAL, ORIGIN, birthplace, frame_of, grid_svg, map_blocks, map_svg, map_table
-from .margins import margin_blocks, margins_svg, margins_table
-from .timeline import timeline_blocks, timeline_svg, timeline_table
+from ..document import Block, Prose, Report, Subject, Table, View, ViewKind
+from .lens import LensView
+from .map import COLUMNS, EQUAL, ORIGIN, MapView, frame_of, grid_svg
+from .margins import MarginsView
+from .timeline import TimelineView
 
 if TYPE_CHECKING:
     from detdiff.compare.divergence import Divergence
     from detdiff.compare.grids import Grid
     from detdiff.compare.series import RequestSeries, Series
 
-_OF_REQUEST = {"map": map_svg, "margins": margins_svg, "lens": lens_svg}
+VIEWS: Final[Mapping[str, ViewKind]] = {
+    kind.name: kind for kind in (MapView(), TimelineView(), MarginsView(), LensView())
+}
+"""Every sort of picture by its name, in the order in which sections that hold nothing else are read."""
+_MOST: Final = 120
+
+
+def subject_of(view: View, report: Report) -> Subject | None:
+    """What a view is of, or None where the report has no series or not that request."""
+    series = report.series
+    found = (
+        None if series is None else next((each for each in series.requests if each.id == view.request), None)
+    )
+    if series is None or (found is None and view.request is not None):
+        return None
+    return Subject(series, found, report.divergence)
 
 
 def plot(series: Series, view: View, *, columns: int = COLUMNS, standalone: bool = False) -> str:
@@ -29,12 +45,11 @@ def plot(series: Series, view: View, *, columns: int = COLUMNS, standalone: bool
     ``standalone`` is a document of its own: with light colours, a white ground and a heading, for any program that
     shows SVG. Raises KeyError for a request that the series does not have.
     """
-    if view.name == "timeline":
-        return timeline_svg(series, columns=columns, standalone=standalone)
-    for request in series.requests:
-        if request.id == view.request:
-            return _OF_REQUEST[view.name](request, columns=columns, standalone=standalone)
-    raise KeyError(view.request)
+    found = next((each for each in series.requests if each.id == view.request), None)
+    if found is None and view.request is not None:
+        raise KeyError(view.request)
+    subject = Subject(series, found, None)
+    return VIEWS[view.name].picture(subject, columns=columns, standalone=standalone)
 
 
 def plots(report: Report) -> dict[str, str]:
@@ -99,33 +114,12 @@ def _slugs(ids: list[str]) -> dict[str, str]:
     return slugs
 
 
-_MOST = 120
-
-
-def values(series: Series, view: View, most: int = _MOST) -> Table | None:
-    """The table of a view, of at most ``most`` lines, or None where the series has no such request."""
-    most = min(most, _MOST)
-    if view.name == "timeline":
-        return timeline_table(series, most)
-    request = next((each for each in series.requests if each.id == view.request), None)
-    if request is None:
-        return None
-    return {"map": map_table, "margins": margins_table, "lens": lens_table}[view.name](request, most)
+def values(view: View, subject: Subject, most: int = _MOST) -> Table:
+    """The table of a view, of at most ``most`` lines."""
+    return replace(VIEWS[view.name].table(subject, min(most, _MOST)), level=0)
 
 
 def view_blocks(view: View, report: Report, columns: int) -> tuple[Block, ...]:
     """The blocks that stand for a view; a map is at most ``columns`` characters wide."""
-    if report.series is None:
-        return (Prose(view.said),)
-    if view.name == "timeline":
-        return tuple(timeline_blocks(report))
-    request = next((each for each in report.series.requests if each.id == view.request), None)
-    if request is None:
-        return (Prose(view.said),)
-    match view.name:
-        case "map":
-            return tuple(map_blocks(request, birthplace(report, request), columns))
-        case "margins":
-            return tuple(margin_blocks(request))
-        case "lens":
-            return tuple(lens_blocks(request))
+    subject = subject_of(view, report)
+    return (Prose(view.said),) if subject is None else tuple(VIEWS[view.name].words(subject, columns))

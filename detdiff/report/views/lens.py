@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from math import isfinite
 from typing import TYPE_CHECKING, Final, Literal
 
-from ..document import Block, Item, Table
+from ..document import Block, Item, Subject, Table
 from ..svg import (
     AREA,
+    Axis,
     Canvas,
+    Drawing,
+    Jump,
     Linear,
+    Places,
     Symbol,
     axis_label,
     coordinate,
@@ -19,13 +25,16 @@ from ..svg import (
     text_width,
     triangle,
 )
-from ..words import named, shown
+from ..words import shown
 
 if TYPE_CHECKING:
     from detdiff.compare.series import LensPoint, RequestSeries
 
 _HEIGHT: Final = 220
+_LAYERS: Final = 12
+_AROUND: Final = 2
 Run = Literal["a", "b"]
+_RUNS: Final[tuple[Run, ...]] = ("a", "b")
 Points = list[tuple[int, float]]
 
 
@@ -58,6 +67,8 @@ def lens_svg(request: RequestSeries, *, columns: int = 240, standalone: bool = F
     _ends(canvas, {run: points[-1] for run, points in runs.items() if points}, x, value, right)
     _turns(canvas, runs, x, value, (top, width))
     canvas.text(left, bottom + 14, _cut(f"below 0: run b's token {tokens['b']}", width - left))
+    step = x(1) - x(0) if layers > 1 else right - left
+    places = Places(x(0) - step / 2, step, [(top - 4, bottom - top + 8)])
     axis = bottom + 22
     canvas.line(left, axis, right, axis, "dd-axis")
     for layer in x.whole_ticks(max(1, int((right - left) / 40))):
@@ -65,7 +76,7 @@ def lens_svg(request: RequestSeries, *, columns: int = 240, standalone: bool = F
         canvas.text(x(layer), axis + 16, str(layer), "dd-t2", "middle")
     canvas.text(left, axis + 32, "after layer; difference of the two logits", "dd-t2")
     height = canvas.legend(8, axis + 40, width - 16, _legend()) + 6
-    return canvas.svg("dd-lens", title, _said(request, runs), (width, height), standalone)
+    return canvas.svg("dd-lens", title, _said(request, runs), (width, height), standalone, places)
 
 
 def _known(lens: Sequence[LensPoint], run: Run) -> Points:
@@ -178,60 +189,71 @@ def _said(request: RequestSeries, runs: dict[Run, Points]) -> str:
     return "; ".join(parts) + "."
 
 
-def lens_table(request: RequestSeries, most: int) -> Table:
-    # The last layers are where it is decided.
-    rows = tuple((str(point.layer), _signed(point.a), _signed(point.b)) for point in request.lens[-most:])
-    caption = "Logit of a's token minus logit of b's, at the flip"
-    if len(request.lens) > most:
-        caption += f"; the last {most} of {len(request.lens):,} layers"
-    return Table(("after layer", "in a", "in b"), rows, caption=caption)
+def lens_drawing(request: RequestSeries) -> Drawing:
+    """The picture with what is told of each layer."""
+    points = {point.layer: point for point in request.lens}
+    layers = range(max(points, default=0) + 1)
+    turns = {run: turn(run, _known(request.lens, run)) for run in _RUNS}
+    about: list[tuple[str, list[str | None]]] = [
+        (f"in {run}", [_signed(getattr(points.get(layer), run, None)) for layer in layers]) for run in _RUNS
+    ]
+    about.append(
+        ("here", [" and ".join(f"{run} turns" for run in _RUNS if turns[run] == n) or None for n in layers])
+    )
+    stops = sorted({(0, n) for n in turns.values() if n is not None})
+    jumps = [Jump("t", "Next turn", stops)] if stops else []
+    axis = Axis([f"After layer {layer}" for layer in layers], about)
+    return Drawing(lens_svg(request), [""], axis, (), jumps, (), (0, len(layers) - 1))
+
+
+class LensView:
+    """The two contested tokens by layer."""
+
+    name = "lens"
+    title = "Preference by layer"
+    said = "At which layer the preference turned."
+    section = "lens", "The two tokens, layer by layer"
+    of_request = True
+
+    def shows(self, subject: Subject) -> bool:
+        return subject.request is not None and bool(subject.request.lens)
+
+    def picture(self, subject: Subject, *, columns: int, standalone: bool) -> str:
+        assert subject.request is not None
+        return lens_svg(subject.request, columns=columns, standalone=standalone)
+
+    def drawings(self, subject: Subject) -> Sequence[tuple[str, Callable[[], Drawing]]]:
+        assert subject.request is not None
+        return [("all layers", partial(lens_drawing, subject.request))]
+
+    def table(self, subject: Subject, most: int) -> Table:
+        """All of few layers; of many the first, the last and those around a turn."""
+        assert subject.request is not None
+        points = subject.request.lens
+        turns = {run: turn(run, _known(points, run)) for run in _RUNS}
+        kept = list(range(len(points)))
+        if len(points) > most:
+            around = {n for at in turns.values() if at for n in range(at - _AROUND, at + _AROUND + 1)}
+            kept = sorted(n for n in around | {0, len(points) - 1} if 0 <= n < len(points))[:most]
+        caption = "Logit of a's token minus logit of b's, at the flip"
+        if len(kept) < len(points):
+            caption += f"; {len(points) - len(kept):,} more layers are left out"
+        return Table(
+            ("layer", "in a", "in b", ""), tuple(_row(points[n], n, turns) for n in kept), 2, caption
+        )
+
+    def words(self, subject: Subject, columns: int) -> Iterator[Block]:
+        table = self.table(subject, _LAYERS)
+        if table.rows:
+            yield Item("  the two tokens by layer: ", table.caption)
+            yield replace(table, caption="")
+
+
+def _row(point: LensPoint, n: int, turns: Mapping[Run, int | None]) -> tuple[str, ...]:
+    turned = [run for run, at in turns.items() if at == n and n]
+    note = f"the preference turns in {' and '.join(turned)}" if turned else ""
+    return f"{point.layer}", _signed(point.a), _signed(point.b), note
 
 
 def _signed(x: float | None) -> str:
     return "-" if x is None else f"{x:+.6f}"
-
-
-_LAYERS = 12
-_AROUND = 2
-
-
-def lens_blocks(request: RequestSeries) -> Iterator[Block]:
-    points = request.lens
-    if not points:
-        return
-    turns = {"a": _turn([point.a for point in points]), "b": _turn([point.b for point in points])}
-    yield Item(
-        "  the two tokens by layer: ",
-        f"{named(request.id)}, logit of a's token minus logit of b's at the flip, in both runs",
-    )
-    rows = [_point(point, n, turns) for n, point in enumerate(points)]
-    kept = _kept(len(points), turns.values())
-    yield Table(("layer", "in a", "in b", ""), tuple(rows[n] for n in kept), 2)
-    if len(kept) < len(points):
-        yield Item("    ", f"and {len(points) - len(kept)} more layers")
-
-
-def _point(point: LensPoint, n: int, turns: dict[str, int | None]) -> tuple[str, ...]:
-    turned = [run for run, at in turns.items() if at == n]
-    return (
-        f"{point.layer}",
-        *("-" if x is None else f"{x:+.6f}" for x in (point.a, point.b)),
-        f"the preference turns in {' and '.join(turned)}" if turned else "",
-    )
-
-
-def _turn(values: Sequence[float | None]) -> int | None:
-    """Where the last value's preference began, if there was another one before. A tie is no preference."""
-    known = [(n, x > 0) for n, x in enumerate(values) if x]
-    for (_, before), (n, after) in zip(reversed(known[:-1]), reversed(known[1:]), strict=True):
-        if before != after:
-            return n
-    return None
-
-
-def _kept(layers: int, turns: Iterable[int | None]) -> list[int]:
-    """All of few layers; of many the first, the last and those around a turn."""
-    if layers <= _LAYERS:
-        return list(range(layers))
-    near = {n for turn in turns if turn is not None for n in range(turn - _AROUND, turn + _AROUND + 1)}
-    return sorted(n for n in near | {0, layers - 1} if 0 <= n < layers)

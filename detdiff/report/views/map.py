@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..document import Block, Code, Item, Report, Table
+from ..document import Block, Code, Item, Subject, Table
 from ..svg import (
     AREA,
     SMALL,
     STEPS,
+    Axis,
     Canvas,
+    Door,
+    Drawing,
+    Jump,
     Linear,
+    Places,
     Symbol,
     diamond,
     fitted,
@@ -26,11 +32,11 @@ from ..svg import (
     text_width,
     triangle,
 )
-from ..words import NAME, count, escaped, named, spans
+from ..words import NAME, count, escaped, full_path, named, runs_of, spans
 
 if TYPE_CHECKING:
     from detdiff.compare.grids import Grid
-    from detdiff.compare.series import RequestSeries
+    from detdiff.compare.series import ForwardPoint, RequestSeries, Series, TokenPoint
 
 COLUMNS = 240
 """Columns of a wide picture; one for a narrow screen has about 72."""
@@ -91,7 +97,9 @@ def grid_svg(
     _columns(canvas, plan, bins, frame, top)
     _origins(canvas, plan, bins, top)
     height = canvas.legend(8, bottom + 40, plan.width - 16, _legend(bins, frame)) + 6
-    return canvas.svg("dd-map", title, _said(grid, bins, frame), (plan.width, height), standalone)
+    rows = [(top + plan.row * n, plan.row) for n in range(plan.rows)]
+    places = Places(plan.left, plan.cell, rows)
+    return canvas.svg("dd-map", title, _said(grid, bins, frame), (plan.width, height), standalone, places)
 
 
 @dataclass(frozen=True)
@@ -391,16 +399,264 @@ def cell_path(mask: Mask) -> str:
     return "".join(parts)
 
 
-def map_table(request: RequestSeries, most: int) -> Table:
-    headers = ("layer", "positions", "propagated", "origins", "first", "last", "max ULP", "max relative")
-    grid = request.layers
-    rows = list(range(len(grid.rows)))
-    caption = "Positions that differ in each layer"
-    if len(rows) > most:
-        caption += f"; {most} of {len(rows):,} layers, those with origins first"
-        born = (grid.state == ORIGIN).sum(axis=1)
-        rows = sorted(sorted(rows, key=lambda n: (-born[n], n))[:most])
-    return Table(headers, tuple(_layer(grid, n) for n in rows), caption=caption)
+# What the script opens.
+
+_STATES: Final = ("not compared", "bit-equal", "propagated: its inputs differed already", "origin: born here")
+_SHARES: Final = tuple(f"{n} % of the digests" for n in range(101))
+_ALL: Final = "all layers"
+
+
+def map_drawings(
+    series: Series, request: RequestSeries, position: int | None
+) -> list[tuple[str, Callable[[], Drawing]]]:
+    """The layers, then close-ups of what has too many positions for one column each, then each layer's sites and entries.
+
+    ``position`` is that of the request's first origin, None where there is none. What is needed most comes first.
+    """
+    layers = request.layers
+    if position is None:
+        born = np.flatnonzero((layers.state == ORIGIN).any(axis=0))
+        position = int(born[0]) if born.size else None
+    axes = _Axes(series, request)
+    windows = [] if request.positions <= COLUMNS else [position, request.flip_position]
+    close = [_window(at, request.positions) for at in windows if at is not None]
+    near = close[:1] if position is not None else []
+    first = 0
+    if position is not None and layers.state.shape[1] > position:
+        first = int(np.argmax(layers.state[:, position] == ORIGIN))
+    grids = [(f"sites of {grid.name}", grid) for grid in request.sites]
+    entries = [(f"cache entries of {grid.name}", grid) for grid in request.entries]
+    parts = [*grids[first : first + 1], *entries[first : first + 1]]
+    parts += [each for each in (*grids, *entries) if each not in parts]
+    whole = (0, request.positions - 1)
+    wanted = [(_ALL, layers, whole)]
+    wanted += [(_ALL, layers, window) for window in dict.fromkeys(close)]
+    for n, (name, grid) in enumerate(parts):
+        wanted.append((name, grid, whole))
+        wanted += [(name, grid, window) for window in near if n < 2]
+    return [
+        (
+            _windowed(name, window, whole),
+            partial(_drawing, name, grid, window, request, axes, position),
+        )
+        for name, grid, window in wanted
+    ]
+
+
+def _window(position: int, positions: int) -> tuple[int, int]:
+    """As many positions as there are columns, with ``position`` in the middle where that can be."""
+    first = max(0, min(positions - COLUMNS, position - COLUMNS // 2))
+    return first, min(positions, first + COLUMNS) - 1
+
+
+def _windowed(name: str, window: tuple[int, int], whole: tuple[int, int]) -> str:
+    shown = named(name)
+    return shown if window == whole else f"{shown}, positions {window[0]:,} to {window[1]:,}"
+
+
+def _drawing(
+    name: str, grid: Grid, window: tuple[int, int], request: RequestSeries, axes: _Axes, born: int | None
+) -> Drawing:
+    whole = (0, request.positions - 1)
+    bins = binned(grid, *window, COLUMNS, scale_of(grid))
+    axis = axes.of(bins, grid.name.startswith("draft: "))
+
+    def column(position: int | None) -> int | None:
+        inside = position is not None and bins.first <= position <= bins.last
+        return int(bins.column(position)) if inside and position is not None else None
+
+    found = [(row, at) for row, at in sorted(origins(bins), key=lambda cell: (cell[1], cell[0]))]
+    jumps = []
+    at = column(born)
+    if at is not None:
+        jumps.append(Jump("b", "Birth", [next((each for each in found if each[1] == at), (None, at))]))
+    if (flip := column(request.flip_position)) is not None:
+        jumps.append(Jump("f", "Flip", [(None, flip)]))
+    if found:
+        jumps.append(Jump("n", "Next origin", found))
+    layers = grid is request.layers
+    names = grid.rows if layers else (grid.name,) * len(grid.rows)
+    doors = [
+        Door(
+            key,
+            label,
+            [(_windowed(f"{part} of {each}", window, whole), named(f"{part} of {each}")) for each in names],
+        )
+        for key, label, part in (
+            ("Enter", "Open sites", "sites"),
+            ("c", "Open cache entries", "cache entries"),
+        )
+        if not name.startswith(part)
+    ]
+    if not layers:
+        doors.append(Door("Escape", "Back to layers", [(_windowed(_ALL, window, whole), _ALL)] * len(names)))
+    start = next((each for each in found if each[1] == at), found[0] if found else (0, 0))
+    return Drawing(
+        svg=grid_svg(grid, frame_of(request), *window),
+        rows=[named(row) for row in grid.rows],
+        axis=axis,
+        cells=_cell_values(grid, bins),
+        jumps=jumps,
+        doors=doors,
+        start=(start[0] or 0, start[1]),
+        parent_row=request.layers.rows.index(grid.name) if grid.name in request.layers.rows else 0,
+    )
+
+
+def _cell_values(grid: Grid, bins: Bins) -> list[tuple[str, Sequence[str] | None, Sequence[Any]]]:
+    """The largest of each column's values; sizes only of what differs."""
+    here = slice(bins.first, bins.last + 1)
+    starts = np.arange(0, bins.last + 1 - bins.first, bins.width)
+    differs = bins.state >= PROPAGATED
+    found: list[tuple[str, Sequence[str] | None, Sequence[Any]]] = [
+        ("state", _STATES, bins.state.ravel().tolist())
+    ]
+    if not starts.size or not differs.any():
+        return found
+    if bins.width > 1:
+        state = grid.state[:, here]
+        several = np.add.reduceat((state >= PROPAGATED).astype(np.int64), starts, axis=1)
+        compared = np.add.reduceat((state > NOT_COMPARED).astype(np.int64), starts, axis=1)
+        words = [
+            f"{n:,} of {of:,} positions" if n else None
+            for n, of in zip(several.ravel().tolist(), compared.ravel().tolist(), strict=True)
+        ]
+        found.append(("differ", None, words))
+        found.append(("born at", None, _born_at(state, bins)))
+    share = np.maximum.reduceat(grid.share[:, here], starts, axis=1)
+    percent = np.where(differs, np.rint(share / 255 * 100), -1).astype(int)
+    found.append(("at most" if bins.width > 1 else "differ", _SHARES, percent.ravel().tolist()))
+    for label, sizes in (("max ULP", grid.ulp), ("max relative", grid.rel)):
+        if sizes is not None:
+            largest = np.fmax.reduceat(sizes[:, here], starts, axis=1)
+            known = np.where(differs, largest, np.nan).ravel().tolist()
+            found.append((label, None, [_told_size(x) for x in known]))
+    return found
+
+
+def _born_at(state: NDArray[np.uint8], bins: Bins) -> list[str | None]:
+    places: list[str | None] = [None] * bins.state.size
+    for row, column in origins(bins):
+        first = column * bins.width
+        at = np.flatnonzero(state[row, first : first + bins.width] == ORIGIN) + bins.first + first
+        places[row * bins.columns + column] = f"position {spans(runs_of(at.tolist()))}"
+    return places
+
+
+def _told_size(x: float) -> str | float | None:
+    if np.isnan(x):
+        return None
+    return "infinite" if np.isinf(x) else float(f"{x:.3g}") if x < 1000 else round(x)
+
+
+class _Axes:
+    """What is told of a position: its token, and which forward ran its row in either run. One axis for all grids alike."""
+
+    def __init__(self, series: Series, request: RequestSeries) -> None:
+        self._series, self._request = series, request
+        self._made: dict[tuple[int, int, bool], Axis] = {}
+        b = {token.index: token for token in request.tokens_b}
+        self._tokens = {token.position: _chosen(token, b.get(token.index)) for token in request.tokens_a}
+
+    def of(self, bins: Bins, draft: bool) -> Axis:
+        key = bins.first, bins.width, draft
+        if key not in self._made:
+            firsts = range(bins.first, bins.last + 1, bins.width)
+            ends = [min(bins.last, first + bins.width - 1) for first in firsts]
+            titles = [
+                f"position {first}" if first == last else f"positions {first} to {last}"
+                for first, last in zip(firsts, ends, strict=True)
+            ]
+            about: list[tuple[str, Sequence[str | None]]] = [
+                ("token", [self._token(first) for first in firsts])
+            ]
+            for run, points in (("a", self._series.a), ("b", self._series.b)):
+                wrote = self._forwards(points, "draft" if draft else "target")
+                about.append((f"in {run}", [wrote.get(first) for first in firsts]))
+            self._made[key] = Axis(titles, about, bins.first, bins.width)
+        return self._made[key]
+
+    def _token(self, position: int) -> str:
+        prompt = self._request.prompt
+        return self._tokens.get(position) or f"of the prompt, {position + 1} of {prompt}"
+
+    def _forwards(self, points: Sequence[ForwardPoint], model: str) -> dict[int, str]:
+        """By position the last forward that ran the request's row."""
+        found: dict[int, str] = {}
+        for point in points:
+            if point.model != model:
+                continue
+            for member in point.members:
+                if member.request == self._request.id:
+                    said = _forward(point)
+                    found |= dict.fromkeys(range(member.start, member.start + member.rows), said)
+        return found
+
+
+def _chosen(token: TokenPoint, other: TokenPoint | None) -> str:
+    said = f'chooses generated token {token.index} "{_cut(token.text)}"'
+    if other is None or other.token == token.token:
+        return said
+    return f'{said} in a, "{_cut(other.text)}" in b'
+
+
+def _cut(text: str) -> str:
+    return named(text) if len(text) <= 40 else f"{named(text[:40])}…"
+
+
+def _forward(point: ForwardPoint) -> str:
+    who = " + ".join(f"{m.rows} {m.phase} of {named(m.request, 80)}" for m in point.members[:3])
+    if len(point.members) > 3:
+        who += f" + {len(point.members) - 3} more"
+    path = "" if point.linear_path is None else f"; linear calls on {full_path(point.linear_path)}"
+    return f"forward {point.forward}, {count(point.rows, 'row')} ({who}){path}"
+
+
+class MapView:
+    """Which layers and positions differ, and where differences were born."""
+
+    name = "map"
+    title = "Map"
+    said = "Which layers and positions differ, and where differences were born."
+    section = "birth", "Where it was born"
+    of_request = True
+
+    def shows(self, subject: Subject) -> bool:
+        return subject.request is not None and bool(subject.request.layers.rows)
+
+    def picture(self, subject: Subject, *, columns: int, standalone: bool) -> str:
+        assert subject.request is not None
+        return map_svg(subject.request, columns=columns, standalone=standalone)
+
+    def drawings(self, subject: Subject) -> Sequence[tuple[str, Callable[[], Drawing]]]:
+        assert subject.request is not None
+        origin = subject.origin
+        return map_drawings(subject.series, subject.request, None if origin is None else origin.position)
+
+    def table(self, subject: Subject, most: int) -> Table:
+        assert subject.request is not None
+        headers = ("layer", "positions", "propagated", "origins", "first", "last", "max ULP", "max relative")
+        grid = subject.request.layers
+        rows = list(range(len(grid.rows)))
+        caption = "Positions that differ in each layer"
+        if len(rows) > most:
+            caption += f"; {most} of {len(rows):,} layers, those with origins first"
+            born = (grid.state == ORIGIN).sum(axis=1)
+            rows = sorted(sorted(rows, key=lambda n: (-born[n], n))[:most])
+        return Table(headers, tuple(_layer(grid, n) for n in rows), caption=caption)
+
+    def words(self, subject: Subject, columns: int) -> Iterator[Block]:
+        """The map in characters, and that of the sites of the layer in which the first origin lies."""
+        request = subject.request
+        assert request is not None
+        yield from _grid_blocks(
+            "layers", request.layers, request, f"{request.positions:,} positions", columns
+        )
+        origin = subject.origin
+        sites = None if origin is None else next((g for g in request.sites if origin.site in g.rows), None)
+        if sites is not None:
+            where = f"{named(sites.name)}, where the first was born"
+            yield from _grid_blocks("sites", sites, request, where, columns)
 
 
 def _layer(grid: Grid, n: int) -> tuple[str, ...]:
@@ -422,24 +678,6 @@ def _largest(sizes: Any, n: int) -> str:
     if sizes is None or not np.isfinite(sizes[n]).any():
         return "-"
     return f"{np.nanmax(np.where(np.isfinite(sizes[n]), sizes[n], np.nan)):,.4g}"
-
-
-def birthplace(report: Report, request: RequestSeries) -> int | None:
-    """The row of the layers in which the request's first origin lies."""
-    found = () if report.divergence is None else report.divergence.requests
-    origin = next((each.origin for each in found if each.id == request.id), None)
-    if origin is None:
-        return None
-    return next((n for n, sites in enumerate(request.sites) if origin.site in sites.rows), None)
-
-
-def map_blocks(request: RequestSeries, born: int | None, columns: int) -> Iterator[Block]:
-    yield from _grid_blocks("layers", request.layers, request, f"{request.positions:,} positions", columns)
-    if born is not None:
-        zoom = request.sites[born]
-        yield from _grid_blocks(
-            "sites", zoom, request, f"{named(zoom.name)}, where the first was born", columns
-        )
 
 
 def _grid_blocks(of: str, grid: Grid, request: RequestSeries, said: str, columns: int) -> Iterator[Block]:

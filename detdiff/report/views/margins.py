@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from math import isfinite
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from math import inf, isfinite
 from typing import TYPE_CHECKING, Final
 
-from ..document import Block, Item, Table
+from ..document import Block, Item, Subject, Table
 from ..svg import (
     AREA,
+    Axis,
     Canvas,
+    Drawing,
+    Jump,
     Linear,
     Log,
+    Places,
     Symbol,
     axis_label,
     coordinate,
@@ -32,9 +37,11 @@ if TYPE_CHECKING:
 
 _HEIGHT: Final = 200
 _ZERO: Final = 18
+_NEAREST: Final = 8
+COLUMNS: Final = 240
 
 
-def margins_svg(request: RequestSeries, *, columns: int = 240, standalone: bool = False) -> str:
+def margins_svg(request: RequestSeries, *, columns: int = COLUMNS, standalone: bool = False) -> str:
     """A point for each token's margin in run a and a cross for what the other run moved; larger where that could turn it.
 
     More tokens than fit share places: then the smallest margin is drawn, the largest as a dash, and the largest
@@ -59,7 +66,9 @@ def margins_svg(request: RequestSeries, *, columns: int = 240, standalone: bool 
         left = x + 9 + text_width(words) > plan.width
         canvas.text(x - 9 if left else x + 9, top - 8, words, "dd-t", "end" if left else "start")
     height = canvas.legend(8, scale.floor + 42, plan.width - 16, _legend(data)) + 6
-    return canvas.svg("dd-margins", title, _said(request, data), (plan.width, height), standalone)
+    return canvas.svg(
+        "dd-margins", title, _said(request, data), (plan.width, height), standalone, plan.places(data, scale)
+    )
 
 
 @dataclass(frozen=True)
@@ -132,6 +141,11 @@ class _Plan:
 
     def x(self, index: float) -> float:
         return self.left + (self.right - self.left) * (index + 0.5) / max(1, self.tokens)
+
+    def places(self, data: _Data, scale: Log) -> Places:
+        """One for each token, or for those that share a place."""
+        step = (self.right - self.left) / max(1, self.tokens) * data.per
+        return Places(self.left, step, [(scale.end - 6, scale.floor + 4 - scale.end + 6)])
 
 
 def _ground(canvas: Canvas, plan: _Plan, data: _Data, scale: Log) -> None:
@@ -217,47 +231,100 @@ def _said(request: RequestSeries, data: _Data) -> str:
     return "; ".join(parts) + "."
 
 
-def margins_table(request: RequestSeries, most: int) -> Table:
-    tokens = [token for token in request.tokens_a if token.margin is not None]
-    smallest = sorted(tokens, key=lambda token: (token.margin or 0, token.index))[:most]
-    caption = f"{count(len(tokens), 'token')}, the smallest margins first"
-    if len(tokens) > most:
-        caption += f": {most} of them"
-    rows = tuple(
+def margins_drawing(request: RequestSeries) -> Drawing:
+    """The picture with what is told of each token; of tokens that share a place it is the one of the smallest margin."""
+    data = _Data.of(request, COLUMNS)
+    b = {token.index: token for token in request.tokens_b}
+    groups = [data.tokens[n : n + data.per] for n in range(0, len(data.tokens), data.per)]
+    told = [min(group, key=lambda token: inf if token.margin is None else token.margin) for group in groups]
+    places = [
+        next((t for t in group if t.index == data.flip), least)
+        for group, least in zip(groups, told, strict=True)
+    ]
+    titles = [
+        f"Token {token.index} of {len(data.tokens)}"
+        + (f", the nearest to another choice of {len(group)} here" if len(group) > 1 else "")
+        for token, group in zip(places, groups, strict=True)
+    ]
+    about: list[tuple[str, list[str | None]]] = [
+        ("here", ["the flip" if token.index == data.flip else None for token in places]),
+        ("text", [_both_texts(token, b.get(token.index)) for token in places]),
+        ("chosen at", [f"position {token.position}" for token in places]),
+        ("margin in a", [_known(token.margin) for token in places]),
+        ("moved in b by", [_known(token.delta, "+") for token in places]),
         (
-            str(token.index),
-            shown(token.text),
-            number(token.margin),
-            "-" if token.delta is None else f"{token.delta:+.6f}",
+            "note",
+            ["a movement as was measured can turn it" if data.fragile(token) else None for token in places],
+        ),
+    ]
+    flip = [(0, n) for n, token in enumerate(places) if token.index == data.flip]
+    known = [(token.margin, n) for n, token in enumerate(places) if token.margin is not None]
+    jumps = [Jump("f", "Flip", flip)] if flip else []
+    if known:
+        order = [(0, n) for _, n in sorted(known)]
+        jumps += [
+            Jump("s", "Smallest margin", order[:1]),
+            Jump("n", "Next larger margin", order, in_order=True),
+        ]
+    start = flip[0] if flip else (0, 0)
+    return Drawing(margins_svg(request), [""], Axis(titles, about), (), jumps, (), start)
+
+
+def _both_texts(token: TokenPoint, other: TokenPoint | None) -> str:
+    if other is None or other.token == token.token:
+        return shown(token.text)
+    return f"{shown(token.text)} in a, {shown(other.text)} in b"
+
+
+def _known(x: float | None, sign: str = "") -> str:
+    return "not known" if x is None else f"{x:{sign}.6f}"
+
+
+class MarginsView:
+    """Each token's margin beside what moved it."""
+
+    name = "margins"
+    title = "Margins"
+    said = "Each token's margin beside what moved it."
+    section = "margins", "Margins"
+    of_request = True
+
+    def shows(self, subject: Subject) -> bool:
+        return subject.request is not None and any(t.margin is not None for t in subject.request.tokens_a)
+
+    def picture(self, subject: Subject, *, columns: int, standalone: bool) -> str:
+        assert subject.request is not None
+        return margins_svg(subject.request, columns=columns, standalone=standalone)
+
+    def drawings(self, subject: Subject) -> Sequence[tuple[str, Callable[[], Drawing]]]:
+        assert subject.request is not None
+        return [("all tokens", partial(margins_drawing, subject.request))]
+
+    def table(self, subject: Subject, most: int) -> Table:
+        """The smallest margins first, those up to the flip before those after it."""
+        assert subject.request is not None
+        flip = subject.request.flip_index
+        tokens = [token for token in subject.request.tokens_a if token.margin is not None]
+        nearest = sorted(tokens, key=lambda t: (flip is not None and t.index > flip, t.margin, t.index))[
+            :most
+        ]
+        caption = f"{count(len(tokens), 'token')} of run a, the smallest margins first"
+        if len(tokens) > most:
+            caption += f": {most} of them"
+        rows = tuple(
+            (
+                f"{token.index}",
+                shown(token.text),
+                number(token.margin),
+                "-" if token.delta is None else f"{token.delta:+.6f}",
+                "the flip" if token.index == flip else "",
+            )
+            for token in nearest
         )
-        for token in smallest
-    )
-    return Table(("token", "text", "margin in a", "moved in b by"), rows, caption=caption)
+        return Table(("token", "text", "margin in a", "moved in b by", ""), rows, 2, caption)
 
-
-_NEAREST = 8
-
-
-def margin_blocks(request: RequestSeries) -> Iterator[Block]:
-    known = [token for token in request.tokens_a if token.margin is not None]
-    if request.flip_index is not None:
-        known = [token for token in known if token.index <= request.flip_index]
-    nearest = sorted(known, key=lambda token: (token.margin, token.index))[:_NEAREST]
-    if nearest:
-        yield Item("  nearest tokens: ", f"{named(request.id)}, run a, the smallest margins first")
-        yield Table(
-            ("token", "text", "margin", "moved by", ""),
-            tuple(_margin(token, request.flip_index) for token in nearest),
-            2,
-        )
-
-
-def _margin(token: TokenPoint, flip: int | None) -> tuple[str, ...]:
-    moved = "-" if token.delta is None else f"{token.delta:+.6f}"
-    return (
-        f"{token.index}",
-        shown(token.text),
-        number(token.margin),
-        moved,
-        "the flip" if token.index == flip else "",
-    )
+    def words(self, subject: Subject, columns: int) -> Iterator[Block]:
+        table = self.table(subject, _NEAREST)
+        if table.rows and subject.request is not None:
+            yield Item("  nearest to another choice: ", f"{named(subject.request.id)}, {table.caption}")
+            yield replace(table, caption="")

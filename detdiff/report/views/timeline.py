@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from itertools import groupby
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from math import sqrt
 from typing import TYPE_CHECKING, Final, Literal
 
-from ..document import Block, Item, Report, Table
+from ..document import Block, Item, Subject, Table
 from ..svg import (
     AREA,
     PATHS,
     REQUESTS,
+    Axis,
     Canvas,
+    Drawing,
+    Jump,
     Linear,
     Log,
+    Places,
     Symbol,
     axis_label,
     coordinate,
@@ -32,18 +35,19 @@ from ..svg import (
     text_width,
     triangle,
 )
-from ..words import count, named, runs_of, short_path
+from ..words import count, full_path, named, runs_of, short_path
 
 if TYPE_CHECKING:
     from detdiff.compare.divergence import Divergence
     from detdiff.compare.series import ForwardPoint, Series, Threshold
 
 _ROW: Final = 15
+COLUMNS: Final = 240
 _MARKS: Final = 30
 _PHASES: Final = ("prefill", "decode", "draft", "verify")
 
 
-def timeline_svg(series: Series, *, columns: int = 240, standalone: bool = False) -> str:
+def timeline_svg(series: Series, *, columns: int = COLUMNS, standalone: bool = False) -> str:
     """Both runs over the number of the forward; more than ``columns`` forwards share columns.
 
     Such a column shows its forward of the most rows, every kernel path that was taken, and whether anything was trimmed.
@@ -54,11 +58,25 @@ def timeline_svg(series: Series, *, columns: int = 240, standalone: bool = False
     if standalone:
         canvas.text(8, top + 16, fitted(title, plan.width - 16, 15), "dd-t dd-h")
         top += 28
+    lanes = []
     for run in "ab":
-        top = _lane(canvas, plan, run, top) + 12
+        first, top = top, _lane(canvas, plan, run, top) + 12
+        lanes.append(
+            (
+                first + 20 + (_MARKS if plan.marked else 0),
+                top - 12 - first - 20 - (_MARKS if plan.marked else 0),
+            )
+        )
     _axis(canvas, plan, top - 12)
     height = canvas.legend(8, top + 24, plan.width - 16, _legend(plan)) + 6
-    return canvas.svg("dd-timeline", title, _said(plan), (plan.width, height), standalone)
+    return canvas.svg(
+        "dd-timeline",
+        title,
+        _said(plan),
+        (plan.width, height),
+        standalone,
+        Places(plan.left, plan.cell, lanes),
+    )
 
 
 def _lane(canvas: Canvas, plan: Plan, run: str, top: float) -> float:
@@ -456,118 +474,206 @@ def _path_parts(paths: str) -> list[str]:
     return paths[:200].split(", ")
 
 
-def full_path(path: str) -> str:
-    """A kernel path as reports say it, cut where it is long."""
-    return short_path(path if len(path) <= 60 else f"{path[:30]}…{path[-30:]}")
-
-
 def events(point: ForwardPoint, trims: bool) -> list[str]:
     """A forward's trims, or all other events."""
     return [said for said in point.events if said.startswith("trim ") == trims]
 
 
-def timeline_table(series: Series, most: int) -> Table:
-    headers = ("run", "forwards", "model", "rows", "who", "linear path", "writes", "events")
-    rows = [row for run, points in (("a", series.a), ("b", series.b)) for row in _stretches(run, points)]
-    caption = "Forwards, those alike in one line"
-    if len(rows) > most:
-        caption += f"; the first {most} of {len(rows):,} lines"
-    return Table(headers, tuple(rows[:most]), caption=caption)
+def timeline_drawing(series: Series) -> Drawing:
+    """The picture with what is told of each forward; of those that share a column it is one that is marked, or the largest."""
+    plan = Plan(series, COLUMNS)
+    marks = {
+        (run, forward): what for what in MOMENTS for run in "ab" for forward, _ in plan.moments(run, what)
+    }
+    told: list[ForwardPoint | None] = []
+    for run in "ab":
+        columns = [points for _, points in plan.binned(run)]
+        told += [
+            next((p for p in points if (run, p.forward) in marks), max(points, key=lambda point: point.rows))
+            for points in columns
+        ]
+        told += [None] * (plan.columns - len(columns))
+    runs = [run for run in "ab" for _ in range(plan.columns)]
+    cells: list[tuple[str, list[str], list[int | None]]] = []
+    for label, say in _TOLD.items():
+        words = [None if point is None else say(point) for point in told]
+        if label == "here":
+            words = [
+                None
+                if point is None
+                else f"the {marks[run, point.forward]}"
+                if (run, point.forward) in marks
+                else None
+                for run, point in zip(runs, told, strict=True)
+            ]
+        known = list(dict.fromkeys(word for word in words if word))
+        number = {word: n for n, word in enumerate(known)}
+        if known:
+            cells.append((label, known, [number.get(word) if word else None for word in words]))
+    most = {run: len(plan.run(run)) for run in "ab"}
+    titles = [
+        f"forward {n}" if plan.per == 1 else f"forwards {n} to {min(plan.forwards, n + plan.per) - 1}"
+        for n in range(0, plan.forwards, plan.per)
+    ]
+    jumps = []
+    for key, label, what in (("b", "Birth", "birth"), ("f", "Flip", "flip")):
+        stops = [
+            ("ab".index(run), at // plan.per) for (run, at), found in sorted(marks.items()) if found == what
+        ]
+        if stops:
+            jumps.append(Jump(key, label, stops, same_row=True))
+    events = [
+        ("ab".index(run), column)
+        for run in "ab"
+        for column, points in plan.binned(run)
+        if any(point.events for point in points)
+    ]
+    if events:
+        jumps.append(Jump("e", "Next event", events, same_row=True))
+    rows = [f"Run {run}, {count(n, 'forward')}" for run, n in most.items()]
+    born = next((each.stops[0] for each in jumps if each.key == "b"), (0, 0))
+    start = born[0] or 0, born[1]
+    return Drawing(timeline_svg(series), rows, Axis(titles), cells, jumps, (), start)
 
 
-def _stretches(run: str, points: Sequence[ForwardPoint]) -> Iterator[tuple[str, ...]]:
-    for (model, rows, who, path, _), group in groupby(points, key=_alike):
-        alike = list(group)
-        first, last = alike[0].forward, alike[-1].forward
-        events = "; ".join(named(event) for event in alike[0].events[:3]) or "-"
-        more = len(alike[0].events) - 3
-        yield (
-            run,
-            str(first) if first == last else f"{first}–{last}",
-            model,
-            f"{rows:,}",
-            who,
-            short_path(path),
-            f"{sum(point.writes for point in alike):,}",
-            events if more <= 0 else f"{events}; and {more} more",
-        )
+def _who(point: ForwardPoint) -> str:
+    who = [f"{m.rows} {m.phase} of {named(m.request)}, from position {m.start}" for m in point.members]
+    return "\n".join(who[:12]) + (f"\n{len(who) - 12} more" if len(who) > 12 else "")
 
 
-def _alike(point: ForwardPoint) -> tuple[str, int, str, str | None, tuple[str, ...]]:
-    who = " + ".join(f"{m.rows:,} {m.phase} of {named(m.request)}" for m in point.members[:6])
-    if len(point.members) > 6:
-        who += f" + {len(point.members) - 6} more"
-    return point.model, point.rows, who, point.linear_path, point.events
+def _all_paths(point: ForwardPoint) -> str:
+    paths = [f"{full_path(use.path)} at {count(use.sites, 'site')}" for use in point.paths]
+    return "\n".join(paths) or "not recorded"
 
 
-_MOST = 12
-_MEMBERS = 3
+def _written(point: ForwardPoint) -> str:
+    return f"cache entries of {count(point.writes, 'position')}"
+
+
+_TOLD: Final[Mapping[str, Callable[[ForwardPoint], str]]] = {
+    "here": lambda point: "",
+    "forward": lambda point: str(point.forward),
+    "model": lambda point: "" if point.model == "target" else point.model,
+    "rows M": lambda point: f"{point.rows:,}",
+    "who": _who,
+    "linear calls": lambda point: (
+        "not recorded" if point.linear_path is None else full_path(point.linear_path)
+    ),
+    "all paths": _all_paths,
+    "writes": _written,
+    "events": lambda point: "\n".join(map(named, point.events[:12])),
+}
+
+
+_MOST = 24
+_MEMBERS = 6
 _SENTENCE = 120
 _EVENTS = 2
 _TELLING = ("trim", "verify")
 """What begins the words of events that tell more than where pages lie."""
 
 
-def timeline_blocks(report: Report) -> Iterator[Block]:
-    """A table of forwards of both runs, and the numbers of rows at which a run changed kernels."""
-    series = report.series
-    assert series is not None
-    for run, points in (("a", series.a), ("b", series.b)):
-        if not points:
-            continue
-        told = _told(points, run, report.divergence)
-        kept = sorted(sorted(told, key=lambda n: (told[n].rank, n))[:_MOST])
-        yield Item(f"  run {run}: ", _of(len(points), len(told), len(kept)))
-        yield Table(
-            ("forward", "rows", "who", "path", "why"),
-            tuple(_row(points[n], told[n].why) for n in kept),
-            2,
-        )
-    for threshold in series.thresholds:
-        yield Item(
-            f"  threshold in {threshold.run}: ",
-            f"linear calls of at most {count(threshold.after, 'row')} took {_joined_paths(threshold.path_after)}, of "
-            f"{threshold.before:,} and more {_joined_paths(threshold.path_before)}",
-        )
+class TimelineView:
+    """Every forward of both runs."""
+
+    name = "timeline"
+    title = "Timeline"
+    said = "Every forward of both runs: its rows, who was in it, and on which kernel path."
+    section = "timeline", "Forwards in time"
+    of_request = False
+
+    def shows(self, subject: Subject) -> bool:
+        return bool(subject.series.a or subject.series.b)
+
+    def picture(self, subject: Subject, *, columns: int, standalone: bool) -> str:
+        return timeline_svg(subject.series, columns=columns, standalone=standalone)
+
+    def drawings(self, subject: Subject) -> Sequence[tuple[str, Callable[[], Drawing]]]:
+        return [("all forwards", partial(timeline_drawing, subject.series))]
+
+    def table(self, subject: Subject, most: int) -> Table:
+        """Forwards that are alike in one line; of many lines those that began or changed most."""
+        series = subject.series
+        lines = [
+            line
+            for run, points in (("a", series.a), ("b", series.b))
+            for line in _lines(run, points, subject.divergence)
+        ]
+        kept = sorted(sorted(range(len(lines)), key=lambda n: (lines[n].rank, n))[:most])
+        caption = f"{count(len(series.a), 'forward')} of run a and {len(series.b):,} of run b, those alike in one line"
+        if len(kept) < len(lines):
+            caption += f"; the {len(kept):,} of {len(lines):,} lines that matter most"
+        headers = ("run", "forwards", "rows", "who", "path", "writes", "why")
+        return Table(headers, tuple(lines[n].cells() for n in kept), 2, caption)
+
+    def words(self, subject: Subject, columns: int) -> Iterator[Block]:
+        """The table, and the numbers of rows at which a run changed kernels."""
+        table = self.table(subject, _MOST)
+        yield Item("  forwards: ", table.caption)
+        yield replace(table, caption="")
+        for threshold in subject.series.thresholds:
+            yield Item(
+                f"  threshold in {threshold.run}: ",
+                f"linear calls of at most {count(threshold.after, 'row')} took {_joined_paths(threshold.path_after)}, of "
+                f"{threshold.before:,} and more {_joined_paths(threshold.path_before)}",
+            )
 
 
 def _joined_paths(joined: str) -> str:
     return " and ".join(short_path(path) for path in joined.split(", "))
 
 
-class _Told:
-    """Why a forward is worth a line; the lowest ``rank`` of its reasons says how much."""
+@dataclass
+class _Line:
+    """Forwards in a row that are alike, why they are worth a line, and how much that matters: 0 is most."""
 
-    def __init__(self) -> None:
-        self.why: list[str] = []
-        self.rank = 9
+    run: str
+    points: list[ForwardPoint]
+    why: list[str]
+    rank: int
 
-    def add(self, why: str, rank: int) -> None:
-        self.why.append(why)
-        self.rank = min(self.rank, rank)
+    def cells(self) -> tuple[str, ...]:
+        first, last = self.points[0], self.points[-1]
+        draft = "" if first.model == "target" else f" ({first.model})"
+        span = f"{first.forward}" if first is last else f"{first.forward}–{last.forward}"
+        return (
+            self.run,
+            f"{span}{draft}",
+            f"{first.rows:,}",
+            _members(first),
+            short_path(first.linear_path) if first.linear_path else "-",
+            f"{sum(point.writes for point in self.points):,}",
+            "; ".join(dict.fromkeys(self.why)),
+        )
 
 
-def _of(forwards: int, told: int, kept: int) -> str:
-    if told == kept:
-        return f"{count(forwards, 'forward')}, of which these began or changed something"
-    return f"{count(forwards, 'forward')}, of which {told:,} began or changed something; these {kept} matter most"
+def _members(point: ForwardPoint) -> str:
+    who = [f"{m.rows:,} {m.phase} of {named(m.request)}" for m in point.members[:_MEMBERS]]
+    if len(point.members) > _MEMBERS:
+        who.append(f"{len(point.members) - _MEMBERS} more")
+    return " + ".join(who)
 
 
-def _told(points: Sequence[ForwardPoint], run: str, divergence: Divergence | None) -> Mapping[int, _Told]:
-    """By place in ``points``."""
-    told: dict[int, _Told] = defaultdict(_Told)
-    place = {(point.forward, point.model): n for n, point in enumerate(points)}
+def _lines(run: str, points: Sequence[ForwardPoint], divergence: Divergence | None) -> list[_Line]:
+    asked: dict[int, list[str]] = {}
     for said, forward in _asked(run, divergence):
-        for model in ("target", "draft"):
-            # Forwards are counted over both models, so that a number is of one of them.
-            if (n := place.get((forward, model))) is not None:
-                told[n].add(said, 0)
+        asked.setdefault(forward, []).append(said)
+    lines: list[_Line] = []
     before: dict[str, ForwardPoint] = {}
-    for n, point in enumerate(points):
-        for said, rank in _changed(before.get(point.model), point):
-            told[n].add(said, rank)
+    for point in points:
+        why = [(said, 0) for said in asked.get(point.forward, ())] + list(
+            _changed(before.get(point.model), point)
+        )
+        last = lines[-1].points[-1] if lines else None
         before[point.model] = point
-    return told
+        alike = last is not None and (last.model, last.rows) == (point.model, point.rows)
+        if alike and not why and not lines[-1].why:
+            lines[-1].points.append(point)
+        else:
+            lines.append(
+                _Line(run, [point], [said for said, _ in why], min((rank for _, rank in why), default=9))
+            )
+    return lines
 
 
 def _asked(run: str, divergence: Divergence | None) -> Iterator[tuple[str, int]]:
@@ -595,19 +701,3 @@ def _changed(before: ForwardPoint | None, point: ForwardPoint) -> Iterator[tuple
         yield named(event, _SENTENCE), 3
     if len(events) > _EVENTS:
         yield count(len(events) - _EVENTS, "more event"), 3
-
-
-def _row(point: ForwardPoint, why: Sequence[str]) -> tuple[str, ...]:
-    who = [
-        f"{member.rows:,} {member.phase} of {named(member.request)}" for member in point.members[:_MEMBERS]
-    ]
-    if len(point.members) > _MEMBERS:
-        who.append(f"{len(point.members) - _MEMBERS} more")
-    draft = "" if point.model == "target" else f" ({point.model})"
-    return (
-        f"{point.forward}{draft}",
-        f"{point.rows:,}",
-        " + ".join(who),
-        short_path(point.linear_path) if point.linear_path else "-",
-        "; ".join(dict.fromkeys(why)),
-    )
