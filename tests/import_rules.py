@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 DYNAMIC = ("import_module", "__import__", "find_spec")
 """Functions whose first argument names a module."""
 
 
+@cache
+def _parsed(source: str) -> ast.Module:
+    return ast.parse(source)
+
+
 def imports(source: str) -> Iterator[str]:
     """Every module that ``source`` imports anywhere, by its full name, but for relative ones."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(_parsed(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -48,7 +54,7 @@ def edges(known: Mapping[str, Path]) -> dict[str, set[str]]:
 
 def _imported(name: str, path: Path, known: Mapping[str, Path]) -> Iterator[str]:
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = _parsed(path.read_text(encoding="utf-8"))
     typed = {
         inner
         for node in ast.walk(tree)
@@ -97,7 +103,7 @@ def only_forwards(path: Path) -> bool:
     """Whether a file, not a package's list of public names, holds nothing but imports of other files' names."""
     if path.name == "__init__.py":
         return False
-    body = ast.parse(path.read_text(encoding="utf-8")).body
+    body = _parsed(path.read_text(encoding="utf-8")).body
     own = [node for node in body if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))]
     forwarding = [
         node

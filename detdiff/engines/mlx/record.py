@@ -14,7 +14,7 @@ from mlx.nn.layers.base import Module
 from detdiff.engines.base import Begin, RunOptions
 from detdiff.engines.mlx.model import LoadedModel, load
 from detdiff.engines.mlx.taps.arrays import lens_logits
-from detdiff.engines.mlx.taps.columns import Selection
+from detdiff.engines.mlx.taps.entries import Selection
 from detdiff.engines.mlx.taps.forward import DRAFT
 from detdiff.engines.mlx.taps.recorder import Recorder, Subject
 from detdiff.engines.mlx.taps.session import Session

@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 from detdiff.trace import Rows, Value
 
 from .arrays import Memory, memory
-from .columns import Column, Kept, Selection, Source
 from .digests import digest_jobs, layout_job
-from .entries import Ledgers
+from .entries import Column, Kept, Ledgers, Selection, Source
 from .forward import ForwardRecord, RowTable
 from .sites import SiteMap
 

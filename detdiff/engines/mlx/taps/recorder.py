@@ -11,19 +11,17 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from detdiff.engines.mlx.cache_events import describe, summarise, wraps
 from detdiff.scenario import Capture
 from detdiff.trace import Generated, Lens, Rows, TraceWriter, format_ranges
 
 from .arrays import as_float32, top
-from .bookkeeping import describe, summarise
-from .columns import Selection
 from .digesting import Digester
 from .digests import device_entries, device_rows
-from .entries import cache_call
+from .entries import Selection, cache_call
 from .forward import DRAFT, TARGET, Forward, ForwardRecord, RowTable
 from .kernel_plan import NATIVE, Taken
 from .sites import Arrays, SiteMap
-from .wraps import wraps
 
 # A packed forward calls these request by request.
 PER_REQUEST = ("rope", "attention", "cache_write", "cache_read")
