@@ -25,6 +25,20 @@ def make(model, settings):
     engine.name, engine.settings = "own:make", settings
     return engine
 '''
+ANSWERS = """
+class Answers:
+    def __init__(self, text):
+        self.text = text
+
+    def generate(self, requests, schedule):
+        from detdiff.engines.function import Generation
+
+        return [Generation(text=self.text[: each.max_tokens]) for each in requests]
+
+
+def make(model, settings):
+    return Answers(settings["text"])
+"""
 PATCH = "import mlx_lm\nLOADED = True\n"
 
 
@@ -32,10 +46,11 @@ PATCH = "import mlx_lm\nLOADED = True\n"
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder with modules of the user's, in which commands run."""
     (tmp_path / "own.py").write_text(FACTORY)
+    (tmp_path / "answers.py").write_text(ANSWERS)
     (tmp_path / "my_patch.py").write_text(PATCH)
     monkeypatch.chdir(tmp_path)
     yield tmp_path
-    for name in ("own", "my_patch"):
+    for name in ("own", "answers", "my_patch"):
         sys.modules.pop(name, None)
     IMPORTED.clear()
 
@@ -112,3 +127,25 @@ def test_a_module_that_cannot_be_imported_is_one_paragraph(folder: Path) -> None
     for name, words in (("broken", "ZeroDivisionError"), ("not_there", "ModuleNotFoundError")):
         text = paragraph(run(*arguments, "--import", name))
         assert f"The module '{name}' cannot be imported ({words}" in text
+
+
+def test_show_says_what_an_engine_could_not_show(folder: Path) -> None:
+    arguments = ("--a", "engine.text=abcd", "--b", "engine.text=abxd", "--both", "max_tokens=4")
+    result = run(
+        "compare", "--engine", "answers:make", "--prompt", "go", *arguments, "--keep", folder / "kept"
+    )
+    assert result.exit_code == 1 and "generated token 2" in result.output, result.output
+    text = run("show", folder / "kept" / "b").output
+    assert "engine: answers:make, settings text abxd" in text
+    assert "not recorded: sites (" in text and "not recorded: kernel paths (" in text
+    assert 'generated: "abxd"' in text and "steps" in text and "native" not in text
+    found = json.loads(run("show", folder / "kept" / "b", "--json").stdout)
+    assert {"tokens", "logits", "sites", "cache"} < found["lacks"].keys()
+    assert found["engine"] == {"name": "answers:make", "settings": {"text": "abxd"}}
+    assert all(group["paths"] == {} for group in found["groups"])
+
+
+def test_show_says_nothing_of_lacking_where_nothing_lacks(folder: Path) -> None:
+    assert run(*flags(PROMPTS[0]), "--a", "max_tokens=1", "--keep", folder / "kept").exit_code in (0, 1, 3)
+    text = run("show", folder / "kept" / "a").output
+    assert "not recorded" not in text and "engine:" not in text and "kernel path × sites" in text

@@ -49,7 +49,7 @@ With `--json` the answer goes to stdout as one JSON object, whose `schema` names
 |---|---|
 | `compare` | `detdiff.divergence/1` |
 | `explain` | [`detdiff.verdict/1`](json-schema.md#the-json-answer-of-explain) |
-| `record`, `show` | `detdiff.trace-summary/1`: what the text shows; `groups` are consecutive forwards with equal composition and kernel paths; `each_forward` and `each_site` (name, kind and layer of every site) are there with `--forwards` and `--sites` |
+| `record`, `show` | `detdiff.trace-summary/1`: what the text shows; `lacks` has a reason for each thing that the engine could not show; `groups` are consecutive forwards with equal composition and kernel paths; `each_forward` and `each_site` (name, kind and layer of every site) are there with `--forwards` and `--sites` |
 | `probe` | `detdiff.probe/1`, and `detdiff.probe-sweep/1` for a model; [the page about it](probe.md) has the keys |
 | `demo` | `detdiff.demo/1`: `cases`, each with `title`, `anchor` and `divergence` |
 | `profiles` | `detdiff.profiles/1`: `profiles`, each with `name`, `backend`, `note`, `parameters`, `rules`, `tags` |

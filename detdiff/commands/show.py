@@ -44,6 +44,8 @@ def summary(trace: Trace, *, every: bool = False, sites: bool = False) -> dict[s
         "complete": trace.complete,
         "problems": list(trace.problems),
         "model": trace.model,
+        "engine": trace.header.get("engine", {"name": "mlx", "settings": {}}),
+        "lacks": trace.lacks,
         "scenario": trace.scenario,
         "environment": header["environment"],
         "observer": header["observer"],
@@ -113,7 +115,7 @@ def _groups(trace: Trace) -> Iterator[dict[str, Any]]:
                 {"request": trace.requests[row["request"]]["id"], "phase": row["phase"], "rows": row["count"]}
                 for row in line["rows"]
             ],
-            "paths": _paths(line["calls"], len(trace.sites)),
+            "paths": {} if "kernel_paths" in trace.lacks else _paths(line["calls"], len(trace.sites)),
         }
         if last is not None and all(last[key] == value for key, value in found.items()):
             last["last"] = number
@@ -152,15 +154,20 @@ def _lines(found: Mapping[str, Any]) -> Iterator[str]:
     for note in found["notes"]:
         yield f"note: {escaped(note)}"
     yield _model(found["model"])
+    if found["engine"]["name"] != "mlx":
+        yield f"engine: {escaped(found['engine']['name'])}, settings {_pairs(found['engine'].get('settings', {}))}"
     if "draft" in found:
         yield "draft " + _model(found["draft"])
-    yield "scenario: " + _pairs(found["scenario"], skip=("request", "rule", "model"))
+    yield "scenario: " + _pairs(found["scenario"], skip=("request", "rule", "model", "engine"))
     for rule in rules(found["scenario"]):
         yield f"rule: {rule}"
     yield "environment: " + _pairs(found["environment"])
     yield _observer(found["observer"])
     yield f"on disk: {count(found['shards'], 'shard')}, {found['bytes']:,} bytes" + _seconds(found["times"])
-    yield "sites: " + ", ".join(f"{number} {kind}" for kind, number in found["sites"].items())
+    if "sites" not in found["lacks"]:
+        yield "sites: " + ", ".join(f"{number} {kind}" for kind, number in found["sites"].items())
+    for what, reason in found["lacks"].items():
+        yield f"not recorded: {what.replace('_', ' ')} ({escaped(reason)})"
     yield ""
     settings = asked(found["scenario"])
     for request in found["requests"]:
@@ -182,6 +189,11 @@ def _lines(found: Mapping[str, Any]) -> Iterator[str]:
 def _forwards(found: Mapping[str, Any], width: int) -> str:
     groups = found["groups"]
     shown_groups = groups if "each_forward" in found else groups[:GROUPS]
+    # An engine that shows answers alone has steps, of which nobody knows how many forwards they were.
+    what = "steps" if "forwards" in found["lacks"] else "forwards"
+    headers = [what, "rows", "who", "kernel path × sites"]
+    if "kernel_paths" in found["lacks"]:
+        headers[-1] = ""
     rows = [
         [
             str(group["first"]) if group["first"] == group["last"] else f"{group['first']}-{group['last']}",
@@ -191,12 +203,11 @@ def _forwards(found: Mapping[str, Any], width: int) -> str:
         ]
         for group in shown_groups
     ]
-    headers = ["forwards", "rows", "who", "kernel path × sites"]
     table: str = tabulate(_fitted(rows, headers, width), headers=headers, disable_numparse=True)
     left = len(groups) - len(shown_groups)
     if not left:
         return table
-    return f"{table}\n... and {count(left, 'more group', 'more groups')} of forwards; --forwards shows all"
+    return f"{table}\n... and {count(left, 'more group', 'more groups')} of {what}; --forwards shows all"
 
 
 def _fitted(rows: list[list[str]], headers: list[str], width: int) -> list[list[str]]:
