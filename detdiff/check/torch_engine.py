@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from detdiff.engines.transformers.linear_sites import is_linear, torch_shapes
 from detdiff.errors import CheckSubjectInvalid, EngineFailed, TorchMissing
 from detdiff.probe import Probe, probe
 from detdiff.probe.sweep import work
-from detdiff.probe.torch_sites import is_linear, torch_shapes
 from detdiff.scenario import Schedule
 from detdiff_kernels.rounding import DTYPES
 

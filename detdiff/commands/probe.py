@@ -98,7 +98,7 @@ def _shapes(asked: Asked, model: str) -> Iterator[tuple[str, str, tuple[str, ...
     """Each linear shape of a model: as text, its operation, its sites, and what stands for them."""
     if asked.on == "torch":
         from detdiff.engines.mlx.model import locate
-        from detdiff.probe.torch_sites import load_torch, torch_shapes
+        from detdiff.engines.transformers.linear_sites import load_torch, torch_shapes
 
         found = load_torch(locate(model))
         head = found.get_output_embeddings()
@@ -115,7 +115,7 @@ def _shapes(asked: Asked, model: str) -> Iterator[tuple[str, str, tuple[str, ...
 def _target(asked: Asked) -> Target:
     if asked.target is None and asked.on == "torch":
         from detdiff.engines.mlx.model import locate
-        from detdiff.probe.torch_sites import load_torch, torch_site
+        from detdiff.engines.transformers.linear_sites import load_torch, torch_site
 
         assert asked.model is not None and asked.site is not None
         return torch_site(load_torch(locate(asked.model)), asked.site, asked.model)

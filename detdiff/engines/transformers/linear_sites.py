@@ -17,9 +17,8 @@ from numpy.typing import NDArray
 
 from detdiff.compare.metrics import Values
 from detdiff.errors import ProbeBackendUnusable, ProbeSiteUnknown, TorchMissing
+from detdiff.probe.operation import Float64, NumpyArrays, Operation, Weights
 from detdiff_kernels.rounding import DTYPES, Float32
-
-from .operation import Float64, NumpyArrays, Operation, Weights
 
 LAYOUT = "batch"
 """Rows lie as in a decode step of ``generate``: [M, 1, K]."""

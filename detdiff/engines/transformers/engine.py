@@ -1,0 +1,462 @@
+"""TransformersEngine: causal language models of Hugging Face transformers, as its own ``generate`` runs them.
+
+Needs the extra ``torch``. Importing this imports neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Final
+
+from detdiff.engines import base
+from detdiff.engines.base import Begin, RunOptions
+from detdiff.engines.rows import request_header, wanted_values
+from detdiff.errors import (
+    ContextExceeded,
+    EngineFailed,
+    EngineRefuses,
+    EngineUnusable,
+    NothingToCheck,
+    TokenOutOfRange,
+    TorchMissing,
+)
+from detdiff.scenario import CachePlan, KernelPlan, Scenario, Schedule, nearest
+
+from .linear_sites import load_torch
+from .recorder import Batch, Recorder
+from .sites import SiteMap, discover
+from .taps import implementations, pinned, tapped
+
+SETTINGS: Final = ("dtype", "device", "attn_implementation", "threads", "padding_side")
+_CAPABILITIES: Final = frozenset(
+    {
+        base.TOKENS,
+        base.LOGITS,
+        base.SITES,
+        base.INPUTS,
+        base.ROWS_SEEN,
+        base.CACHE,
+        base.VALUES,
+        base.FORWARDS,
+        base.RESET,
+        base.PIN_KERNELS,
+        base.DTYPE,
+        base.SERIAL,
+        base.STATIC,
+    }
+)
+_LACKS: Final = {
+    base.KERNEL_PATHS: "torch does not say which of its kernels computed a site",
+    base.CONTINUOUS: "transformers' own continuous batching keeps its cache in pages that are not tapped",
+    base.TEXT: "the model was given without a tokenizer",
+}
+
+
+class _Enough(Exception):
+    """Ends a run whose logits have all been seen."""
+
+
+class TransformersEngine:
+    """A causal language model of transformers: each request alone (serial), or all in one batch padded on the left (static).
+
+    ``model`` is what ``AutoModelForCausalLM.from_pretrained`` gives, ``tokenizer`` what turns texts into its token ids, where
+    prompts are texts. ``settings`` has ``dtype``, ``device``, ``attn_implementation`` and ``threads``.
+
+    Raises TorchMissing without torch, EngineUnusable for a model that does not generate, EngineRefuses for other settings.
+    """
+
+    name = "transformers"
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any = None,
+        *,
+        name: str | None = None,
+        settings: Mapping[str, Any] | None = None,
+        identity: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._torch = _torch()
+        if not (callable(getattr(model, "generate", None)) and hasattr(model, "named_modules")):
+            raise EngineUnusable(
+                f"A {type(model).__name__} is no causal language model of transformers; expected what "
+                "AutoModelForCausalLM.from_pretrained gives. Give that, or write an engine of your own."
+            )
+        self.settings: Mapping[str, Any] = dict(settings or {})
+        self._set(model)
+        self.model = model.eval()
+        self.tokenizer = tokenizer
+        own = str(getattr(model, "name_or_path", "") or type(model).__name__).rstrip("/").rpartition("/")[2]
+        self.vocab_size = int(model.config.get_text_config().vocab_size)
+        self.identity: Mapping[str, Any] = {
+            "name": name or own,
+            "model_type": str(getattr(model.config, "model_type", "")),
+            "vocab_size": self.vocab_size,
+            **(identity or {}),
+        }
+        self.capabilities = _CAPABILITIES | ({base.TEXT} if tokenizer is not None else frozenset())
+        self._other: dict[str, Any] = {}
+
+    def _set(self, model: Any) -> None:
+        wrong = next((key for key in self.settings if key not in SETTINGS), None)
+        if wrong is not None:
+            raise EngineRefuses(
+                f"The engine transformers has no setting {wrong!r}; {nearest(wrong, SETTINGS)}"
+            )
+        if self.settings.get("padding_side", "left") != "left":
+            raise EngineRefuses(
+                f"padding_side is {self.settings['padding_side']!r}; expected 'left': with padding on the right, generate "
+                "continues the padding. Leave it out."
+            )
+        if "threads" in self.settings:
+            self._torch.set_num_threads(int(self.settings["threads"]))
+        if "device" in self.settings:
+            model.to(self.settings["device"])
+        if "dtype" in self.settings:
+            model.to(self._dtype(str(self.settings["dtype"])))
+        if "attn_implementation" in self.settings:
+            model.set_attn_implementation(str(self.settings["attn_implementation"]))
+
+    def _dtype(self, name: str) -> Any:
+        found = getattr(self._torch, name, None)
+        if not isinstance(found, self._torch.dtype):
+            raise EngineRefuses(
+                f"dtype is {name!r}; expected one of torch's, such as float32 or bfloat16. Correct it."
+            )
+        return found
+
+    def environment(self) -> dict[str, Any]:
+        torch, device = self._torch, self.model.device
+        return {
+            **base.machine(),
+            "torch": str(torch.__version__),
+            "transformers": base.version("transformers"),
+            "device": str(device.type),
+            "chip_of_device": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+            "threads": torch.get_num_threads(),
+            "attn_implementation": implementations(self.model),
+            "matmul_precision": torch.get_float32_matmul_precision(),
+            "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        }
+
+    def lacks(self, capability: str) -> str:
+        return _LACKS.get(capability, f"the transformers engine has no {capability}")
+
+    def encode(self, text: str, chat: bool) -> list[int]:
+        """Raises EngineRefuses without a tokenizer."""
+        if self.tokenizer is None:
+            raise EngineRefuses(
+                "Prompts are texts, and the model was given without a tokenizer. Give one: TransformersEngine(model, "
+                "tokenizer), or give token ids."
+            )
+        if chat:
+            found = self.tokenizer.apply_chat_template(
+                [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False
+            )
+            return [int(token) for token in found]
+        return [int(token) for token in self.tokenizer(text)["input_ids"]]
+
+    def decode(self, ids: list[int]) -> str:
+        return " ".join(map(str, ids)) if self.tokenizer is None else str(self.tokenizer.decode(ids))
+
+    def reset(self) -> None:
+        self._other.clear()
+
+    @cached_property
+    def sites(self) -> SiteMap:
+        """The model's sites, found by two short forwards."""
+        return discover(
+            self._torch,
+            self.model,
+            lambda observe, attended: tapped(self._torch, self.model, observe, attended),
+        )
+
+    def check(self, scenario: Scenario) -> None:
+        """Raises EngineFailed for schedule continuous, EngineRefuses for what ``generate`` cannot be told."""
+        if scenario.schedule.kind == "continuous":
+            raise EngineFailed(
+                "The generate of transformers runs one batch from start to end, and schedule continuous was asked for, whose "
+                "pages are not tapped. Ask for static:N."
+            )
+        sampled = next((each.id for each in scenario.requests if each.sampling.temperature), None)
+        told = (
+            ("layout packed", scenario.schedule.layout != "padded"),
+            ("prefill_chunk", scenario.schedule.prefill_chunk != Schedule().prefill_chunk),
+            ("kernels", scenario.kernels != KernelPlan()),
+            ("a draft", scenario.speculation is not None),
+            ("settings of the cache", scenario.cache != CachePlan()),
+            ("force_tokens", scenario.force_tokens is not None),
+            ("lens", scenario.capture.lens),
+            (f"the temperature of request {sampled!r}", sampled is not None),
+        )
+        wrong = next((what for what, differs in told if differs), None)
+        if wrong is not None:
+            raise EngineRefuses(
+                f"{wrong} cannot be told to the engine transformers, which decodes greedily by its own generate. Leave it out."
+            )
+
+    def run(self, scenario: Scenario, begin: Begin, options: RunOptions) -> Mapping[str, Any]:
+        """See `base.Engine.run`."""
+        overrides = options.overrides
+        if overrides.patches:
+            raise EngineRefuses(
+                "The engine transformers was asked to put cache entries in, and has no way to. Ask without."
+            )
+        if overrides.dtype is not None:
+            return self._in(overrides.dtype).run(scenario, begin, _without_dtype(options))
+        prompts = self._prompts(scenario)
+        total, count = sum(each.max_tokens for each in scenario.requests), 0
+        sites = self.sites
+        started, clock = time.time(), time.perf_counter()
+        lacks = {base.KERNEL_PATHS: _LACKS[base.KERNEL_PATHS]}
+        if sites.unseen or not sites.caches:
+            lacks[base.CACHE] = (
+                f"what the attention of class {' and '.join(sites.unseen) or 'this model'} reads is not recorded"
+            )
+        writer = begin(
+            {
+                "requests": [
+                    request_header(request, prompt)
+                    for request, prompt in zip(scenario.requests, prompts, strict=True)
+                ],
+                "sites": [each.site for each in sites.sites],
+                "lacks": lacks,
+                "notes": self._notes(overrides.pin_kernels),
+            }
+        )
+
+        def on_token(_: int) -> None:
+            nonlocal count
+            count += 1
+            if options.progress is not None:
+                options.progress(count, total)
+
+        recorder = Recorder(
+            self._torch,
+            sites,
+            writer,
+            [each.id for each in scenario.requests],
+            wanted_values(scenario, options),
+            scenario.capture.top,
+            on_token,
+            lambda token: self.decode([token]),
+        )
+        batches = self._batches(scenario, prompts)
+        logits: list[Any] = []
+        for batch in batches:
+            self._serve(batch, recorder, logits, options)
+        seconds = time.perf_counter() - clock
+        again: list[Any] = []
+        for batch in self._batches(scenario, prompts):
+            if len(again) < len(logits):
+                self._serve(batch, None, again, options, len(logits))
+        equal = len(again) == len(logits) and all(
+            a.dtype == b.dtype and self._torch.equal(_bits(self._torch, a), _bits(self._torch, b))
+            for a, b in zip(logits, again, strict=True)
+        )
+        return {
+            "times": {
+                "started": started,
+                "seconds": seconds,
+                "rows": recorder.rows,
+                "forwards": recorder.forwards,
+            },
+            "observer": {"forwards": len(logits), "equal": equal if logits else None},
+        }
+
+    def _notes(self, pin_kernels: bool) -> list[str]:
+        if not pin_kernels:
+            return []
+        return ["linear layers ran row by row, and attention sequence by sequence without padding"]
+
+    def _in(self, dtype: str) -> TransformersEngine:
+        """The same model in another dtype."""
+        if dtype not in self._other:
+            model = copy.deepcopy(self.model).to(self._dtype(dtype))
+            self._other[dtype] = TransformersEngine(model, self.tokenizer, identity=self.identity)
+        found: TransformersEngine = self._other[dtype]
+        return found
+
+    def _prompts(self, scenario: Scenario) -> list[tuple[int, ...]]:
+        config = self.model.config.get_text_config()
+        limit = getattr(config, "max_position_embeddings", None)
+        found = []
+        for each in scenario.requests:
+            tokens = tuple(each.tokens or self.encode(each.prompt or "", each.chat))
+            if not tokens:
+                raise NothingToCheck(
+                    f"The prompt of request {each.id!r} becomes no token at all; expected one at least. Give it some text."
+                )
+            if max(tokens) >= self.vocab_size:
+                raise TokenOutOfRange(
+                    f"Request {each.id!r} has the token id {max(tokens)}; the model's vocabulary has {self.vocab_size} ids. "
+                    "Correct the tokens, or name the model they are from."
+                )
+            if isinstance(limit, int) and len(tokens) + each.max_tokens > limit:
+                raise ContextExceeded(
+                    f"Request {each.id!r} has {len(tokens)} prompt tokens and asks for {each.max_tokens} more; the model's "
+                    f"context is {limit}. Shorten the prompt, or lower max_tokens."
+                )
+            found.append(tokens)
+        return found
+
+    def _batches(self, scenario: Scenario, prompts: Sequence[tuple[int, ...]]) -> list[Batch]:
+        ends = frozenset(self._ends())
+        every = range(len(prompts))
+        groups = [(n,) for n in every] if scenario.schedule.kind == "serial" else [tuple(every)]
+        return [
+            Batch(
+                group,
+                tuple(prompts[n] for n in group),
+                tuple(scenario.requests[n].max_tokens for n in group),
+                tuple(frozenset() if scenario.requests[n].ignore_stop else ends for n in group),
+                [[] for _ in group],
+            )
+            for group in groups
+        ]
+
+    def _serve(
+        self,
+        batch: Batch,
+        recorder: Recorder | None,
+        logits: list[Any],
+        options: RunOptions,
+        enough: int | None = None,
+    ) -> None:
+        """Run one batch to its end, its first logits into ``logits``; without a recorder, until there are ``enough``."""
+        torch, model = self._torch, self.model
+        longest = max(map(len, batch.prompts))
+        pad = self._pad()
+        rows = [[pad] * n + list(each) for n, each in zip(batch.padding, batch.prompts, strict=True)]
+        ids = torch.tensor(rows, device=model.device)
+        mask = torch.tensor([[0] * n + [1] * (longest - n) for n in batch.padding], device=model.device)
+
+        def fed(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            given = kwargs["input_ids"] if kwargs.get("input_ids") is not None else args[0]
+            assert recorder is not None
+            recorder.begin(given.cpu().numpy())
+
+        def made(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            if recorder is not None:
+                recorder.end(output.logits)
+                if len(logits) < options.observe:
+                    logits.append(output.logits[:, -1].clone())
+                return
+            logits.append(output.logits[:, -1].clone())
+            if len(logits) >= (enough or 0):
+                raise _Enough
+
+        with contextlib.ExitStack() as stack:
+            if options.overrides.pin_kernels:
+                stack.enter_context(pinned(torch, model, batch.padding))
+            if recorder is not None:
+                recorder.start(batch)
+                stack.callback(model.register_forward_pre_hook(fed, with_kwargs=True).remove)
+                stack.enter_context(
+                    tapped(
+                        torch,
+                        model,
+                        recorder.site,
+                        recorder.attended,
+                        written=recorder.written,
+                    )
+                )
+            stack.callback(model.register_forward_hook(made, with_kwargs=True).remove)
+            stack.enter_context(torch.inference_mode())
+            try:
+                found = self._generate(ids, mask, batch)
+            except _Enough:
+                return
+        if recorder is not None:
+            recorder.chosen(found[:, -1].cpu().numpy())
+
+    def _generate(self, ids: Any, mask: Any, batch: Batch) -> Any:
+        """Ids [requests, columns] with what was generated."""
+        settings = copy.deepcopy(self.model.generation_config)
+        for name, value in (
+            ("do_sample", False),
+            ("num_beams", 1),
+            ("temperature", None),
+            ("top_p", None),
+            ("top_k", None),
+            # Each request ends by itself, and a batch when all have.
+            ("eos_token_id", None),
+            ("pad_token_id", self._pad()),
+            ("max_length", None),
+            ("max_new_tokens", max(batch.limits)),
+        ):
+            setattr(settings, name, value)
+        torch = self._torch
+        longest = ids.shape[1]
+
+        def done(so_far: Any, scores: Any, **_: Any) -> Any:
+            new = so_far[:, longest:].tolist()
+            over = [
+                len(tokens) >= limit or any(token in ends for token in tokens)
+                for tokens, limit, ends in zip(new, batch.limits, batch.ends, strict=True)
+            ]
+            return torch.full((len(new),), all(over), device=so_far.device)
+
+        return self.model.generate(
+            input_ids=ids, attention_mask=mask, generation_config=settings, stopping_criteria=[done]
+        )
+
+    def _ends(self) -> set[int]:
+        """The tokens that end a text."""
+        ends = self.model.generation_config.eos_token_id
+        return set() if ends is None else {ends} if isinstance(ends, int) else set(ends)
+
+    def _pad(self) -> int:
+        pad = self.model.generation_config.pad_token_id
+        return int(pad) if pad is not None else min(self._ends(), default=0)
+
+
+def open_transformers(model: Any, settings: Mapping[str, Any]) -> TransformersEngine:
+    """The factory of the transformers engine: ``model`` is a directory, or a causal language model that is loaded.
+
+    Raises TorchMissing, EngineRefuses without a model, and what loading raises.
+    """
+    if model is None:
+        raise EngineRefuses("The engine transformers needs a model; expected a directory. Name one.")
+    if not isinstance(model, str | Path):
+        return TransformersEngine(model, settings=settings)
+    _torch()
+    from detdiff.engines.mlx.model_directory import identity
+
+    path = Path(model).expanduser()
+    if not path.is_dir():
+        raise EngineRefuses(
+            f"{str(model)!r} is no directory; expected that of a model that transformers loads. Name one."
+        )
+    known = identity(path)
+    loaded = load_torch(path)
+    transformers = import_module("transformers")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
+    return TransformersEngine(loaded, tokenizer, settings=settings, identity=known)
+
+
+def _without_dtype(options: RunOptions) -> RunOptions:
+    return replace(options, overrides=replace(options.overrides, dtype=None))
+
+
+def _bits(torch: Any, tensor: Any) -> Any:
+    sizes = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.contiguous().view(sizes[tensor.element_size()])
+
+
+def _torch() -> Any:
+    try:
+        import_module("transformers")
+        return import_module("torch")
+    except ImportError as error:
+        raise TorchMissing(
+            f"A TransformersEngine needs torch and transformers ({' '.join(str(error).split())}). Install them: "
+            "pip install '.[torch]'."
+        ) from error
