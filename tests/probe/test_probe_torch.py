@@ -11,9 +11,9 @@ import pytest
 from command_line import paragraph, run
 from torch_models import torch_or_skip
 
+from detdiff.engines.transformers.linear_sites import torch_shapes
 from detdiff.errors import ProbeBackendUnusable, ProbeSiteUnknown
 from detdiff.probe import Function, probe
-from detdiff.engines.transformers.linear_sites import torch_shapes
 
 PROCESSOR = Path("/proc/cpuinfo")
 WORDS = set(PROCESSOR.read_text(encoding="utf-8").split()) if PROCESSOR.is_file() else set[str]()

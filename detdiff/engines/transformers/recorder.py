@@ -99,8 +99,7 @@ class Recorder:
 
     def begin(self, fed: NDArray[np.int64]) -> None:
         """A forward begins that is fed ids int64 [requests, columns]."""
-        if self._columns:
-            self.chosen(fed[:, -1])
+        self.chosen(fed[:, -1])
         batch = self._batch
         self._columns += self._length
         self._length = fed.shape[1]

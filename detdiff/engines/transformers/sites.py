@@ -114,7 +114,7 @@ def output_tensor(torch: Any, output: Any) -> Any | None:
 def call_names(name: str, seen: dict[str, int]) -> str:
     """The site's name of a module's call: that of the module, and of a second call in one forward its number too."""
     seen[name] = seen.get(name, 0) + 1
-    return name if seen[name] == 1 else f"{name}.call{seen[name]}"
+    return name if seen[name] == 1 else f"{name}#{seen[name]}"
 
 
 def discover(torch: Any, model: Any, tap: Any) -> SiteMap:
@@ -155,7 +155,7 @@ def discover(torch: Any, model: Any, tap: Any) -> SiteMap:
         )
         if made is None:
             continue
-        module = modules.get(re.sub(r"\.call\d+$", "", name))
+        module = modules.get(re.sub(r"#\d+$", "", name))
         kind = "attention" if module is None else _kind(torch, name, module, blocks, head)
         if module is None and (owner := name.removesuffix(".attention")) in attention:
             key, value, before = attention[owner]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -86,7 +87,9 @@ def tapped(
 
         registered(model.register_forward_pre_hook(begin, with_kwargs=True))
         for name, module in model.named_modules():
-            if name and not isinstance(module, torch.nn.ModuleList | torch.nn.ModuleDict):
+            # Containers are not called, and what does nothing is no site.
+            idle = torch.nn.ModuleList | torch.nn.ModuleDict | torch.nn.Dropout | torch.nn.Identity
+            if name and not isinstance(module, idle):
                 registered(module.register_forward_hook(hook(name), with_kwargs=True))
         stack.enter_context(attention_as(model, attention))
         from transformers.cache_utils import Cache
@@ -160,12 +163,40 @@ def pinned(torch: Any, model: Any, padding: Sequence[int]) -> Iterator[None]:
 
         return forward
 
+    def split(module: Any) -> Any:
+        """Row by row, whatever of the arguments has a row for each of the first."""
+        native = module.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            given = [*args, *kwargs.values()]
+            first = next(each for each in given if isinstance(each, torch.Tensor))
+            width = first.shape[-1]
+            count = first.numel() // width if first.ndim > 2 else len(first)
+
+            def row(each: Any, n: int) -> Any:
+                if not isinstance(each, torch.Tensor) or each.ndim < 2:
+                    return each
+                flat = each.reshape(-1, each.shape[-1])
+                return flat[n : n + 1].contiguous() if len(flat) == count else each
+
+            made = [
+                native(*(row(each, n) for each in args), **{k: row(v, n) for k, v in kwargs.items()})
+                for n in range(count)
+            ]
+            if not isinstance(made[0], tuple):
+                return torch.cat(made).reshape(*first.shape[:-1], -1)
+            return tuple(torch.cat(each) for each in zip(*made, strict=True))
+
+        return forward
+
     def attention(native: Attention) -> Attention:
         def call(module: Any, query: Any, key: Any, value: Any, mask: Any = None, **kwargs: Any) -> Any:
             length, keys = query.shape[2], key.shape[2]
             outputs, weights = [], None
-            for request, pad in enumerate(padding):
-                first = max(0, pad - (keys - length))
+            for request, columns in enumerate(padding):
+                # A window's cache has lost its oldest columns, padding first.
+                pad = max(0, columns - (fed[0] - keys))
+                first = max(0, columns - (fed[0] - length))
                 q = query[request : request + 1, :, first:].contiguous()
                 k, v = (each[request : request + 1, :, pad:].contiguous() for each in (key, value))
                 own = _mask(torch, mask, request, q, k, first, pad)
@@ -178,12 +209,26 @@ def pinned(torch: Any, model: Any, padding: Sequence[int]) -> Iterator[None]:
 
         return call
 
+    fed = [0]
+
+    def begin(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        ids = kwargs["input_ids"] if kwargs.get("input_ids") is not None else args[0]
+        fed[0] += int(ids.shape[1])
+
     with contextlib.ExitStack() as stack:
+        stack.callback(model.register_forward_pre_hook(begin, with_kwargs=True).remove)
         for module in model.modules():
             if isinstance(module, torch.nn.Linear) or type(module).__name__ == "Conv1D":
                 stack.enter_context(replaced(module, "forward", rows(module)))
+            elif re.search(r"Experts|Router|Gate$", type(module).__name__) and _own_weights(module):
+                stack.enter_context(replaced(module, "forward", split(module)))
         stack.enter_context(attention_as(model, attention))
         yield
+
+
+def _own_weights(module: Any) -> bool:
+    """Whether a module multiplies by itself: a router, or experts in one tensor."""
+    return any(parameter.ndim >= 2 for parameter in module.parameters(recurse=False))
 
 
 def _mask(torch: Any, mask: Any, request: int, query: Any, key: Any, first: int, pad: int) -> Any:
