@@ -88,8 +88,8 @@ HOMES = {
 ELSEWHERE = {
     "mlx": {"explain/precision.py", "check/subject.py"},
     "mlx_lm": {"check/subject.py"},
-    "torch": {"probe/torch_sites.py", "check/torch_engine.py"},
-    "transformers": {"probe/torch_sites.py", "check/torch_engine.py"},
+    "torch": {"check/torch_engine.py"},
+    "transformers": {"check/torch_engine.py"},
 }
 """Files that still import it beside."""
 CIRCLES = ({"detdiff.engines.mlx.engine", "detdiff.engines.mlx.record"},)

@@ -163,7 +163,7 @@ def _notes(found: Probe) -> Iterator[str]:
             "Times are those of reference kernels on this machine's CPU; of the real kernels they say nothing."
         )
     if found.on == "torch":
-        from .torch_sites import torch_note
+        from detdiff.engines.transformers.linear_sites import torch_note
 
         yield torch_note()
     if found.errors is None:

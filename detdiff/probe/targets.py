@@ -32,7 +32,7 @@ LIBRARIES = ("numpy", "mlx", "torch")
 def arrays_of(name: str) -> Arrays:
     """The library of that name; raises ProbeBackendUnusable."""
     if name == "torch":
-        from .torch_sites import TorchArrays
+        from detdiff.engines.transformers.linear_sites import TorchArrays
 
         return TorchArrays()
     if name not in LIBRARIES:

@@ -48,7 +48,9 @@ def test_smollm2_alone_against_a_padded_batch_of_eight(smollm2_bf16: Path, tmp_p
         if pin:
             assert found.identical
     if found.identical:
-        pytest.skip("this processor's kernels give a row the same bits alone and in a batch of 8 with padding")
+        pytest.skip(
+            "this processor's kernels give a row the same bits alone and in a batch of 8 with padding"
+        )
     first = next(request for request in found.requests if request.id == found.first)
     assert first.origin is not None
     site = [each.name for each in a.sites].index(first.origin.site)
