@@ -6,6 +6,7 @@ import os
 
 import pytest
 from hypothesis import settings
+from tiers import THOROUGH
 
 # Before any test imports a host library: a model that is not on the disk is an error, never a download.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -14,7 +15,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 # The time of an example says more about the machine than about the code. On CI every run tries the same
 # examples, so that a red one can be repeated.
-settings.register_profile("local", deadline=None, print_blob=True)
+settings.register_profile("local", deadline=None, print_blob=True, max_examples=100 if THOROUGH else 30)
 settings.register_profile("ci", deadline=None, print_blob=True, derandomize=True, database=None)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
 
@@ -22,9 +23,9 @@ pytest_plugins = ["plugins.real_models", "pytester"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if os.environ.get("CI") or os.environ.get("DETDIFF_TEST_FULL"):
+    if THOROUGH:
         return
-    left_out = pytest.mark.skip(reason="more of the same: with CI=1 or DETDIFF_TEST_FULL=1")
+    left_out = pytest.mark.skip(reason="thorough: with CI=1 or DETDIFF_TEST_FULL=1")
     for item in items:
         if item.get_closest_marker("thorough"):
             item.add_marker(left_out)

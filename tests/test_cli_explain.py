@@ -74,6 +74,7 @@ def test_the_text_has_seven_parts_and_the_verdict_at_both_ends(traces: Path) -> 
     assert "hold_path: removed. With " in result.output
 
 
+@pytest.mark.thorough
 def test_flags_and_files_give_the_same_verdict(traces: Path, answer: dict[str, Any]) -> None:
     file = traces / "scenario.toml"
     names = [word for name in ("repeat", "oracle", "hold_path") for word in ("--control", name)]
@@ -128,6 +129,7 @@ def test_a_trace_of_another_model_is_refused(traces: Path, tmp_path: Path) -> No
     assert "hash" in found and "Name the model it was recorded with" in found
 
 
+@pytest.mark.thorough
 def test_there_is_a_bar_for_each_control_on_a_terminal(traces: Path) -> None:
     ours, theirs = pty.openpty()
     names = [word for name in ("repeat", "oracle") for word in ("--control", name)]

@@ -101,6 +101,7 @@ def test_a_file_that_is_no_answer_is_refused(text: str, tmp_path: Path) -> None:
     assert "x.json" in paragraph(run("report", tmp_path / "x.json"))
 
 
+@pytest.mark.thorough
 def test_a_folder_gives_an_index_and_a_page_each(traces: Path, tmp_path: Path) -> None:
     folder = tmp_path / "comparisons"
     folder.mkdir()
@@ -128,6 +129,7 @@ def test_an_empty_folder_is_no_report(tmp_path: Path) -> None:
     assert "holds no comparison" in paragraph(run("report", tmp_path))
 
 
+@pytest.mark.thorough
 def test_a_pack_holds_all_but_values_and_weights_and_runs_again(
     traces: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

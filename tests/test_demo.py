@@ -46,6 +46,7 @@ def test_the_demo_shows_what_it_promises() -> None:
     assert [from_json(case["divergence"]) for case in answer["cases"]] == [case.divergence for case in cases]
 
 
+@pytest.mark.thorough
 def test_where_nothing_flips_the_demo_tries_on_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "ANCHORS", (("In the beginning", 2), ("My son", 2)))
     monkeypatch.setattr(demo, "QUIET", ("And he", 2))

@@ -242,6 +242,7 @@ def test_real_model_knows_the_capital_of_france(smollm2_packed_f32: Path) -> Non
     assert "Paris" in answer(smollm2_packed_f32, "What is the capital of France?", 16)
 
 
+@pytest.mark.thorough
 def test_real_packed_blocks_equal_the_unpacked_ones(smollm2_packed_f32: Path, smollm2_bf16: Path) -> None:
     packed, plain = load(str(smollm2_packed_f32)), load(str(smollm2_bf16))
     assert packed.identity["quantization"] == "affine 4-bit group 32; 1 module(s) affine 8-bit group 32"

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from command_line import run
 
+pytestmark = pytest.mark.thorough
+
 PROMPTS = (
     "How do I bake bread?",
     "Give me advice on learning to code.",

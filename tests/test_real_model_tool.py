@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from detdiff.engines.mlx.model import identity
 
 TOOL = Path(__file__).parents[1] / "tools" / "real_model.py"
@@ -22,6 +24,7 @@ def start(dest: Path, *options: str, **environment: str) -> subprocess.Popen[str
     )
 
 
+@pytest.mark.thorough
 def test_two_at_a_time_make_one_whole_directory(smollm2_packed_bf16: Path, tmp_path: Path) -> None:
     runs = [start(tmp_path / "m", "--packed", "--dtype", "bf16") for _ in range(2)]
     for run in runs:

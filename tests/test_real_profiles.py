@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 from command_line import run
 
+pytestmark = pytest.mark.thorough
+
 PROMPTS = ("How do I bake bread?", "What is gravity?", "Tell me a story about a dragon.")
 # The kernels that one row and many rows take, and the condition that the report has to show with its value.
 QUANTISED = {

@@ -15,6 +15,8 @@ from detdiff.report import verdict_text
 from detdiff.report.text import TITLES
 from detdiff.scenario import Scenario
 
+pytestmark = pytest.mark.thorough
+
 FOLDER = Path(__file__).parents[1] / "traces" / "reference-case"
 SHORT = 6
 """Tokens of a request where the flip is not waited for."""

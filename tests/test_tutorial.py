@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from command_line import run
 
+pytestmark = pytest.mark.thorough
+
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "tutorial.md"
 

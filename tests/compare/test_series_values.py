@@ -180,6 +180,7 @@ def test_entries_that_differ_have_sizes_and_others_none(pair: Pair) -> None:
     assert apart > 0
 
 
+@pytest.mark.thorough
 def test_a_window_has_sizes_for_its_positions_alone(pair: Pair, tmp_path: Path) -> None:
     apart = np.concatenate(
         [np.flatnonzero((request.layers.state > 1).any(axis=0)) for request in pair.series.requests]

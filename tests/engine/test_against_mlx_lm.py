@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from mlx_lm.generate import BatchGenerator, generate_step
 from runs import PACKABLE, model, prompts, scenario
 from test_observer import Answers
+from tiers import some_now
 from tiny import VOCAB, TinyTokenizer
 
 from detdiff.engines.mlx.model import LoadedModel
@@ -92,7 +93,7 @@ def sampled(of: LoadedModel, seeds: tuple[int, ...], keys: dict[str, Any], **how
     return list(generate(replace(asked, requests=tuple(own)), loaded=of).values())
 
 
-@pytest.mark.parametrize("how", [{"temperature": 0.8}, {"temperature": 1.5, "top_p": 0.7}])
+@pytest.mark.parametrize("how", some_now([{"temperature": 0.8}, {"temperature": 1.5, "top_p": 0.7}], 0))
 def test_a_request_s_draws_depend_on_its_seed_alone(how: dict[str, float]) -> None:
     of = model("qwen3")
     base = sampled(of, (5, 6, 7), {}, **how)
@@ -111,6 +112,7 @@ def test_a_request_s_draws_depend_on_its_seed_alone(how: dict[str, float]) -> No
         assert generate(mixed, loaded=of)["r0"] == base[0]
 
 
+@pytest.mark.thorough
 def test_temperature_and_top_p_have_their_meaning() -> None:
     of = model("qwen3")
     greedy = list(generate(scenario(max_tokens=TOKENS), loaded=of).values())

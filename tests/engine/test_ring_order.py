@@ -8,6 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from runs import Runs, bits, digests, events, model, scenario, values
+from tiers import some_now
 
 from detdiff.compare import compare
 from detdiff.trace import Trace
@@ -22,7 +23,7 @@ RINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("fmt", ["f32", "q4"])
-@pytest.mark.parametrize("variant", RINGS)
+@pytest.mark.parametrize("variant", some_now(RINGS, 0))
 def test_a_rotated_cache_changes_attention_and_nothing_else(runs: Runs, fmt: str, variant: str) -> None:
     base = runs.base("gemma3_text", fmt, capture="full")
     other = runs.record(model("gemma3_text", fmt), scenario(capture="full", **RINGS[variant]))
@@ -60,6 +61,7 @@ def test_what_the_rings_hold_is_the_same(runs: Runs) -> None:
             assert a[request, position, site, port] == b[request, position, site, port]
 
 
+@pytest.mark.thorough
 def test_rings_that_turn_alike_are_bit_equal(runs: Runs) -> None:
     """The counter-test: below the window, or with each request's own ring filled alike, nothing differs."""
     of = model("gemma3_text", "f32")

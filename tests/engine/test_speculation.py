@@ -11,6 +11,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.generate import speculative_generate_step
 from runs import PACKABLE, Runs, model, prompts, scenario
+from tiers import some_now
 from tiny import VOCAB, tiny
 
 from detdiff.compare import compare
@@ -62,7 +63,7 @@ def test_the_cells_cover_every_k_and_arrival() -> None:
     assert {arrival for *_, arrival in CELLS} == set(range(21))
 
 
-@pytest.mark.parametrize("seed", range(SEEDS))
+@pytest.mark.parametrize("seed", some_now(range(SEEDS), 0, 7))
 def test_tokens_are_those_of_a_greedy_run_for_every_k_and_arrival(seed: int) -> None:
     for _, k, arrival in (cell for cell in CELLS if cell[0] == seed):
         draft = drafting(seed=(seed + k) % 3)

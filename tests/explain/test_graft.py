@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import BatchKVCache, KVCache, QuantizedKVCache, RotatingKVCache
 from runs import Runs, model, scenario
+from tiers import some_now
 
 from detdiff.engines.mlx.cache_patches import Entry, differing, grafted, held, put
 from detdiff.engines.mlx.caches import PagedCache, PagePool, PageTable
@@ -32,12 +33,15 @@ def _planted(runs: Runs, arch: str, plant: Plant, schedule: str, layout: str, **
 
 @pytest.mark.parametrize(
     ("arch", "schedule", "layout", "keys"),
-    [
-        ("llama", "continuous", "packed", {"page_tokens": 4, "arrivals": (0, 2, 5)}),
-        ("llama", "serial", "padded", {}),
-        ("llama", "static", "padded", {}),
-        ("gemma3_text", "continuous", "packed", {"lengths": (12, 3, 14)}),
-    ],
+    some_now(
+        [
+            ("llama", "continuous", "packed", {"page_tokens": 4, "arrivals": (0, 2, 5)}),
+            ("llama", "serial", "padded", {}),
+            ("llama", "static", "padded", {}),
+            ("gemma3_text", "continuous", "packed", {"lengths": (12, 3, 14)}),
+        ],
+        0,
+    ),
 )
 def test_the_one_entry_is_named_in_every_cache(
     runs: Runs, arch: str, schedule: str, layout: str, keys: dict[str, Any]

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from runs import Runs, model, scenario
+from tiers import some_now
 from tiny import tiny
 
 from detdiff.compare import compare
@@ -33,6 +34,7 @@ def _case(
     return Case.of(a, b, compare(a, b), loaded=loaded, budget=budget)
 
 
+@pytest.mark.thorough
 def test_the_set_alone_parts_and_nothing_can_be_left_out_of_it(runs: Runs) -> None:
     case = _case(runs)
     relaxed = CONTROLS["relax"](case)
@@ -61,6 +63,7 @@ def test_a_trial_that_starts_late_answers_as_one_from_the_prompt(runs: Runs) -> 
         assert tried.happens(some) == base.target.happened(whole)
 
 
+@pytest.mark.thorough
 def test_without_snapshots_the_padded_layout_finds_it_from_the_prompt(runs: Runs) -> None:
     case = _case(runs, "f32", "padded", kernels="mlx-metal")
     relaxed = CONTROLS["relax"](case)
@@ -89,7 +92,7 @@ def test_one_schedule_has_no_path_change(runs: Runs) -> None:
     assert (relaxed.result, relaxed.detail["candidates"]) == ("none", 0)
 
 
-@pytest.mark.parametrize("budget", [Budget(reruns=1), Budget(forwards=9), Budget(reruns=0)])
+@pytest.mark.parametrize("budget", some_now([Budget(reruns=1), Budget(forwards=9), Budget(reruns=0)], 2))
 def test_a_spent_budget_is_said(runs: Runs, budget: Budget) -> None:
     relaxed = CONTROLS["relax"](_case(runs, budget=budget))
     assert relaxed.result == "not_run" and "budget" in relaxed.said
@@ -102,7 +105,9 @@ def test_what_is_spent_is_what_was_run(runs: Runs) -> None:
     assert sum(control.forwards for control in controls) == case.budget.forwards_spent > 0
 
 
-@pytest.mark.parametrize(("layout", "kernels"), [("packed", "candle-metal"), ("padded", "mlx-metal")])
+@pytest.mark.parametrize(
+    ("layout", "kernels"), some_now([("packed", "candle-metal"), ("padded", "mlx-metal")], 1)
+)
 def test_verification_in_one_block_against_one_by_one(tmp_path: Path, layout: str, kernels: str) -> None:
     loaded, draft = model("llama"), tiny("llama", "f32", seed=5)
     keys = {"kernels": kernels, "max_tokens": 20, "lengths": (12, 5)}

@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from fault_case import Expected, Trial
+from tiers import THOROUGH
 
 from detdiff.compare import Divergence, RequestDivergence, compare
 from detdiff.engines.mlx.record import RecordOptions, record
 from detdiff.trace import Trace
 
-SEEDS = range(10)
+SEEDS = range(10) if THOROUGH else range(3)
 
 
 class Recorded:

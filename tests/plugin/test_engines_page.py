@@ -38,6 +38,7 @@ def run(pytester: pytest.Pytester, block: str) -> pytest.RunResult:
     return pytester.runpytest_subprocess("-p", "no:cacheprovider")
 
 
+@pytest.mark.thorough
 @pytest.mark.real_model
 def test_batching_in_torch_fails_with_the_m_and_what_it_does_to_the_tokens(
     pytester: pytest.Pytester, smollm2_bf16: Path

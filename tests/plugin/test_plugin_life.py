@@ -103,6 +103,7 @@ def test_what_is_kept_of_a_named_model_runs_again(pytester: pytest.Pytester, run
     assert [r.id for r in a.requests] == [r.id for r in b.requests] == ["r0", "r1"]
 
 
+@pytest.mark.thorough
 def test_a_test_that_passes_again_keeps_nothing(pytester: pytest.Pytester, run: Run) -> None:
     run(SWITCHED)
     kept = pytester.path / ".detdiff" / "test_it.py" / "test_answers"
@@ -120,6 +121,7 @@ def test_a_failure_is_said_where_nothing_can_be_kept(pytester: pytest.Pytester, 
     assert "birth: embed_tokens.as_linear (head, outside the layers), position 7" in said
 
 
+@pytest.mark.thorough
 def test_a_folder_that_holds_other_things_is_not_ignored(pytester: pytest.Pytester, run: Run) -> None:
     (pytester.path / "mine").mkdir()
     (pytester.path / "mine" / "file").write_text("")
@@ -128,6 +130,7 @@ def test_a_folder_that_holds_other_things_is_not_ignored(pytester: pytest.Pytest
     assert not (pytester.path / "mine" / ".gitignore").exists()
 
 
+@pytest.mark.thorough
 def test_the_whole_report_comes_with_vv(run: Run) -> None:
     short, full = run(SWITCHED).stdout.str(), run(SWITCHED, "-vv").stdout.str()
     for words in ("note: recording was checked", "origins: ", "smallest margins of equal tokens"):
@@ -135,6 +138,7 @@ def test_the_whole_report_comes_with_vv(run: Run) -> None:
     assert len(full.splitlines()) > len(short.splitlines())
 
 
+@pytest.mark.thorough
 def test_a_verdict_is_asked_for(run: Run) -> None:
     text = """
 from tiny import tiny
@@ -166,6 +170,7 @@ class TestMarked:
     result.assert_outcomes(passed=3)
 
 
+@pytest.mark.thorough
 def test_settings_come_from_the_ini_file(pytester: pytest.Pytester, run: Run) -> None:
     pytester.makeini(
         "[pytest]\ndetdiff_model = builtin\ndetdiff_schedules = static:2\ndetdiff_level = tokens\ndetdiff_report_dir = kept\n"
@@ -188,6 +193,7 @@ def test_fails(batch_invariance):
     assert (pytester.path / "elsewhere" / "test_it.py" / "test_passes").is_dir()
 
 
+@pytest.mark.thorough
 def test_models_are_loaded_and_run_alone_once_for_a_session(run: Run) -> None:
     text = """
 import pytest
@@ -217,6 +223,7 @@ def test_count():
     run(text).assert_outcomes(passed=6)
 
 
+@pytest.mark.thorough
 def test_a_model_that_changed_after_it_was_run_alone_is_run_again(run: Run) -> None:
     text = """
 import pytest
@@ -282,6 +289,7 @@ def test_pair(batch_invariance):
     run(text).assert_outcomes(passed=1)
 
 
+@pytest.mark.thorough
 def test_a_unittest_method_is_checked_whole(run: Run) -> None:
     text = """
 import unittest

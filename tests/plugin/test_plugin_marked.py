@@ -75,6 +75,7 @@ def test_what_else_is_checked_does_not_stand_for_the_marker(run: Run) -> None:
     assert "nowhere/at all" in text_of(result)
 
 
+@pytest.mark.thorough
 def test_what_the_test_checks_itself_is_checked_once(run: Run) -> None:
     text = OPS + (
         "@pytest.fixture\ndef checked(batch_invariance):\n    batch_invariance.check(max_tokens=2)\n"

@@ -17,6 +17,7 @@ TEXT = (ROOT / "docs" / "pytest.md").read_text(encoding="utf-8")
 FILES = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("number", range(len(FILES)))
 def test_its_test_files_pass(run: Run, number: int) -> None:
     result = run(FILES[number])

@@ -51,6 +51,7 @@ def test_a_run_that_checks_nothing_loads_nothing_of_it(tmp_path: Path, uses: boo
         assert not found and not [name for name in names if name.startswith("detdiff.check")]
 
 
+@pytest.mark.thorough
 def test_two_workers_share_the_work_and_one_summary(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -82,6 +83,7 @@ def tool() -> ModuleType:
     return module
 
 
+@pytest.mark.thorough
 def test_the_oldest_version_of_pytest_runs_it(tool: ModuleType) -> None:
     done = subprocess.run(
         [sys.executable, "tools/pytest_versions.py", tool.OLDEST, "--", "tests/plugin/test_plugin_golden.py"],

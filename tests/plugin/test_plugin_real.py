@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from conftest import Run, text_of
 
+pytestmark = pytest.mark.thorough
+
 NATIVE = """
 def test_native(batch_invariance):
     found = batch_invariance.check({model!r}, ["Hi", "The sky is", "Rivers", "Rain falls on"], max_tokens=2)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import Phase, find, given, settings
 from runs import model, patched
+from tiers import some_now
 from toy_engine import Faulty, Packed
 
 from detdiff.check.alone import against_alone
@@ -94,7 +95,9 @@ def test_what_shrinks_to_what() -> None:
     )
 
 
-@pytest.mark.parametrize("strategy", [compositions(), compositions(schedule=PACKED)], ids=["all", "packed"])
+@pytest.mark.parametrize(
+    "strategy", some_now([compositions(), compositions(schedule=PACKED)], 1), ids=["all", "packed"]
+)
 def test_a_fault_of_three_requests_one_of_them_arriving_mid_prefill_is_shrunk_to_exactly_that(
     strategy: Any,
 ) -> None:
@@ -164,6 +167,7 @@ def slip(engine: PackedEngine, limit: int, real: Callable[..., None] = PackedEng
                 work.prompt = (*work.prompt[:-1], work.prompt[-1] ^ 1)
 
 
+@pytest.mark.thorough
 def test_a_fault_in_a_real_models_scheduler_is_shrunk_to_the_same_batch() -> None:
     engine = Served()
     few = compositions(

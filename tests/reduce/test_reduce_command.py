@@ -96,12 +96,14 @@ def test_as_json(text: tuple[str, Path], scenario: Path) -> None:
     assert Path(found["a"]).is_file() and Path(found["b"]).is_file() and found["a"] in found["command"]
 
 
+@pytest.mark.thorough
 def test_a_budget_is_told_of(scenario: Path, tmp_path: Path) -> None:
     result = run(*arguments(scenario, tmp_path / "smaller", "--budget", "2"))
     assert result.exit_code == 0
     assert "the budget ended the search; a larger one goes on from here" in result.stdout
 
 
+@pytest.mark.thorough
 def test_traces_are_reduced_as_well(scenario: Path, text: tuple[str, Path], tmp_path: Path) -> None:
     for name, schedule in (("a", "serial"), ("b", "continuous")):
         result = run("record", scenario, "-o", tmp_path / name, "--set", f"schedule={schedule}")

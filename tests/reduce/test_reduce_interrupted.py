@@ -12,6 +12,7 @@ import pytest
 from cases import CASES
 from crowded import crowded, reduced
 from fault_case import Trial
+from tiers import some_now
 
 from detdiff.errors import NothingToReduce, ReductionFolderUnusable, ReductionOfAnotherCase
 from detdiff.reduce import ReduceOptions, Reduction, Step
@@ -51,7 +52,7 @@ def test_there_are_steps_to_interrupt_at(whole: Reduction) -> None:
     assert rows == sorted(rows, reverse=True)
 
 
-@pytest.mark.parametrize("at", range(STEPS))
+@pytest.mark.parametrize("at", some_now(range(STEPS), 2))
 def test_interrupted_at_a_step_it_goes_on_from_there(at: int, whole: Reduction, tmp_path: Path) -> None:
     def interrupt(step: Step) -> None:
         if step.number == at:
@@ -71,7 +72,7 @@ def test_interrupted_at_a_step_it_goes_on_from_there(at: int, whole: Reduction, 
     check_same(found, whole)
 
 
-@pytest.mark.parametrize("tokens", [1, 9, 40, 90])
+@pytest.mark.parametrize("tokens", some_now([1, 9, 40, 90], 1))
 def test_interrupted_in_the_middle_of_a_run(tokens: int, whole: Reduction, tmp_path: Path) -> None:
     count = 0
 
@@ -156,6 +157,7 @@ def test_two_runs_that_do_not_part_are_nothing_to_reduce(tmp_path: Path) -> None
         reduced(CASES[18].trial(0), tmp_path / "other")
 
 
+@pytest.mark.thorough
 def test_a_flip_is_kept_where_it_is_asked_for(tmp_path: Path) -> None:
     trial = crowded(9, 3, lengths=(), max_tokens=10)
     found = reduced(trial, tmp_path / "smaller", options=ReduceOptions(keep_flip=True))

@@ -183,6 +183,7 @@ def pair(model: Path) -> tuple[Scenario, Scenario]:
     return a, a.with_changes(schedule="continuous")
 
 
+@pytest.mark.thorough
 def test_a_reduction_may_need_no_weights_at_all(tmp_path: Path) -> None:
     model = write_directory(tmp_path / "model", small_config("llama", num_hidden_layers=3))
     a, b = pair(model)

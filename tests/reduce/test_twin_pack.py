@@ -40,6 +40,7 @@ def random_model(folder: Path, seed: int) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
+@pytest.mark.thorough
 def test_a_pack_of_random_models_needs_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = tmp_path / "made"
     made.mkdir()

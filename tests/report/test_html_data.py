@@ -90,6 +90,7 @@ def many(count: int) -> Any:
     return replace(series, requests=requests)
 
 
+@pytest.mark.thorough
 def test_a_page_of_many_requests_is_small_and_says_what_it_left_out() -> None:
     series = many(90)
     names: tuple[Any, ...] = ("map", "margins", "lens")

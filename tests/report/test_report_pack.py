@@ -80,6 +80,7 @@ def _runs(pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert run(*words).exit_code == 1
 
 
+@pytest.mark.thorough
 def test_random_models_and_a_profile_go_along_and_no_weights_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, profiles_folder: Path
 ) -> None:
@@ -110,6 +111,7 @@ def test_random_models_and_a_profile_go_along_and_no_weights_do(
     _runs(pack, monkeypatch)
 
 
+@pytest.mark.thorough
 def test_what_is_not_in_a_pack_is_asked_for_by_its_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,6 +129,7 @@ def test_what_is_not_in_a_pack_is_asked_for_by_its_command(
     assert again.exit_code in (1, 3), again.output
 
 
+@pytest.mark.thorough
 def test_tokens_that_were_forced_go_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = _packed(tmp_path, "--keep", tmp_path / "kept")
     assert not (first / "tokens").exists()

@@ -17,6 +17,7 @@ import pytest
 import trace_samples as samples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tiers import THOROUGH
 
 from detdiff.errors import TraceError
 from detdiff.trace import Trace, TraceWriter
@@ -61,7 +62,11 @@ def readings() -> Iterator[Readings]:
     assert found.read >= 10 and found.refused >= 10, vars(found)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=150 if THOROUGH else 60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(st.data())
 def test_random_bytes_give_an_error_or_a_trace(
     complete: Path, readings: Readings, data: st.DataObject
@@ -105,7 +110,11 @@ def mutate(value: Any, data: st.DataObject) -> Any:
     return data.draw(JSON)
 
 
-@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=250 if THOROUGH else 60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(st.data())
 def test_json_that_says_something_else_gives_an_error_or_a_trace(
     complete: Path, readings: Readings, data: st.DataObject
@@ -126,7 +135,11 @@ def test_json_that_says_something_else_gives_an_error_or_a_trace(
         readings.tolerate(path)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=150 if THOROUGH else 60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(st.data())
 def test_arrays_that_say_something_else_give_an_error_or_a_trace(
     complete: Path, readings: Readings, data: st.DataObject

@@ -1,0 +1,28 @@
+"""The two tiers of tests: ``make test`` runs what a person waits for, ``CI=1`` all of it.
+
+What is marked ``thorough`` shows more of what the rest shows already: more seeds, sizes, models and places of the same
+kind. Every capability keeps a test with its injected fault in the first tier.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+THOROUGH = bool(os.environ.get("CI") or os.environ.get("DETDIFF_TEST_FULL"))
+
+
+def some_now(values: Iterable[Any], *places: int) -> list[Any]:
+    """The parameters ``values``: those at ``places`` in both tiers, the others in the thorough one only.
+
+    A value that is a tuple is all parameters of one test.
+    """
+    given = [value if isinstance(value, tuple) else (value,) for value in values]
+    assert all(0 <= place < len(given) for place in places), (places, len(given))
+    return [
+        pytest.param(*each, marks=() if place in places else pytest.mark.thorough)
+        for place, each in enumerate(given)
+    ]
