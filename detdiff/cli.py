@@ -302,15 +302,14 @@ def compare(files: tuple[Path, ...], **options: Any) -> None:
     found = sides(asked)
     across = asked.across_models
     with recorded(found, asked.keep, _progress, across_models=across) as (a, b):
-        how: dict[str, Any] = {"across_models": True} if across else {}
-        answer = compare_traces(a, b, **how)
+        answer = compare_traces(a, b, across_models=across)
         if options["replay"]:
             from detdiff.replay import replay
 
             with _progress("replay") as on_token:
                 # Without files, --model has said already what to record.
                 moved = asked.model if files else None
-                answer = replay(a, b, answer, progress=on_token, model=moved)
+                answer = replay(a, b, answer, progress=on_token, model=moved, across_models=across)
     answer = named(answer, found, asked.keep)
     if options["as_json"]:
         _write_json(to_json(answer))

@@ -30,6 +30,7 @@ def replay(
     *,
     model: str | None = None,
     progress: Progress | None = None,
+    across_models: bool = False,
 ) -> Divergence:
     """The divergence of ``a`` and ``b`` with magnitudes, from re-runs of both scenarios.
 
@@ -40,7 +41,7 @@ def replay(
     and running raise.
     """
     if divergence is None:
-        divergence = compare(a, b)
+        divergence = compare(a, b, across_models=across_models)
     for trace in (a, b):
         if not trace.complete:
             raise ReplayError(
@@ -60,7 +61,7 @@ def replay(
             if opened is None or not same_engine(opened[0], scenario):
                 opened = scenario, open_engine(scenario)
             again.append(_run(scenario, opened[1], trace, Path(folder) / side, options))
-        found = compare(*again)
+        found = compare(*again, across_models=across_models)
         note = (
             f"replayed: both runs again, {found.compared.rows} rows; the digests are those of the traces, and values "
             "were captured around flip, origin and first cache entry"

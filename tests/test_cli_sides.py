@@ -100,6 +100,19 @@ def test_two_models_are_refused_before_anything_is_recorded(folder: Path) -> Non
     assert not (folder / "kept").exists()
 
 
+def test_two_models_are_compared_when_asked_for(folder: Path) -> None:
+    for name, changes in (("one", {}), ("two", {"rms_norm_eps": 0.1})):
+        write_directory(folder / name, small_config("llama", **changes))
+    arguments = ("compare", "--both", "tokens=1,2,3 max_tokens=2", "--a", "model=./one", "--b", "model=./two")
+    assert "different models" in paragraph(run(*arguments), 3)
+    result = run(*arguments, "--across-models", "--json", "--keep", folder / "kept")
+    assert result.exit_code == 1, result.output
+    answer = json.loads(result.stdout)
+    assert [answer[side]["model"]["name"] for side in "ab"] == ["one", "two"]
+    page = run("report", folder / "kept" / "a", folder / "kept" / "b", "--across-models", "--replay")
+    assert page.exit_code == 0, page.output
+
+
 def test_one_model_under_two_names_is_one_model(folder: Path) -> None:
     for name in ("one", "two"):
         write_directory(folder / name, small_config("llama"))

@@ -197,13 +197,15 @@ def reported(asked: Asked, why: Why, progress: Progress) -> Iterator[Made]:
 def _divergence(
     traces: Pair, found: tuple[Side, Side], asked: Asked, why: Why, progress: Progress
 ) -> Divergence:
-    answer = compare(*traces)
+    answer = compare(*traces, across_models=asked.across_models)
     if why.replay:
         from detdiff.replay import replay
 
         with progress("replay") as on_token:
             moved = asked.model if asked.files else None
-            answer = replay(*traces, answer, progress=on_token, model=moved)
+            answer = replay(
+                *traces, answer, progress=on_token, model=moved, across_models=asked.across_models
+            )
     return named(answer, found, asked.keep)
 
 
