@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import re
-import shutil
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,8 +18,7 @@ from mlx.utils import tree_map
 from mlx_lm.generate import generate_step
 from mlx_lm.utils import load
 
-import detdiff.engines.mlx.builtin
-from detdiff.engines.mlx.builtin import NAMES, builtin_path
+from detdiff.engines.mlx.model import BUILTIN, builtin_path
 from detdiff.errors import ModelError
 
 FILES = {
@@ -50,7 +47,7 @@ def loaded() -> Iterator[dict[str, tuple[Any, Any]]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(socket.socket, "connect", refuse)
         patch.setattr(socket, "getaddrinfo", refuse)
-        found = {name: load(str(builtin_path(name))) for name in NAMES}
+        found = {name: load(str(builtin_path(name))) for name in BUILTIN}
     yield found
 
 
@@ -94,9 +91,9 @@ def reads_as_words(text: str) -> bool:
 
 
 def test_complete_and_at_most_four_megabytes_together() -> None:
-    for name in NAMES:
+    for name in BUILTIN:
         assert {file.name for file in builtin_path(name).iterdir()} == FILES
-    assert sum(file.stat().st_size for name in NAMES for file in builtin_path(name).iterdir()) <= 4_000_000
+    assert sum(file.stat().st_size for name in BUILTIN for file in builtin_path(name).iterdir()) <= 4_000_000
 
 
 def test_the_card_names_source_and_licence() -> None:
@@ -107,7 +104,7 @@ def test_the_card_names_source_and_licence() -> None:
 
 def test_llama_in_bf16_and_the_draft_is_smaller(loaded: dict[str, tuple[Any, Any]]) -> None:
     sizes = []
-    for name in NAMES:
+    for name in BUILTIN:
         model = loaded[name][0]
         assert model.model_type == "llama"
         weights: Any = mx.load(str(builtin_path(name) / "model.safetensors"))
@@ -119,13 +116,13 @@ def test_llama_in_bf16_and_the_draft_is_smaller(loaded: dict[str, tuple[Any, Any
 
 @given(st.text())
 def test_both_share_a_tokenizer_that_writes_any_text(loaded: dict[str, tuple[Any, Any]], text: str) -> None:
-    tokenizers = [loaded[name][1] for name in NAMES]
+    tokenizers = [loaded[name][1] for name in BUILTIN]
     target, draft = ([*t.encode(text, add_special_tokens=False)] for t in tokenizers)
     assert target == draft
     assert tokenizers[0].decode(target) == text
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", BUILTIN)
 def test_knows_a_verse_it_has_not_seen_better_than_an_untrained_twin(
     loaded: dict[str, tuple[Any, Any]], name: str
 ) -> None:
@@ -164,9 +161,6 @@ def test_an_unknown_name_is_refused() -> None:
 
 
 def test_an_installation_without_the_files_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    package = tmp_path / "stripped_models"
-    package.mkdir()
-    shutil.copy(Path(detdiff.engines.mlx.builtin.__file__), package)
-    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("detdiff.engines.mlx.model.BUILTIN_FOLDER", tmp_path)
     with pytest.raises(ModelError, match="missing from this installation"):
-        importlib.import_module("stripped_models").builtin_path()
+        builtin_path()

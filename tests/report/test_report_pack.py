@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 from command_line import run
 
-from detdiff.engines.mlx.builtin import builtin_path
-from detdiff.engines.mlx.model import load
+from detdiff.engines.mlx.model import builtin_path, load
 from detdiff.engines.mlx.twin import twin_of
 from detdiff.scenario import Scenario
 from detdiff.trace import Trace

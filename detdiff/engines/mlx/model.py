@@ -26,7 +26,9 @@ from detdiff.errors import (
 )
 
 __all__ = [
+    "BUILTIN",
     "LoadedModel",
+    "builtin_path",
     "context_limit",
     "encode",
     "identity",
@@ -37,6 +39,7 @@ __all__ = [
 ]
 
 BUILTIN = ("builtin", "builtin-draft")
+BUILTIN_FOLDER = Path(__file__).parent / "builtin"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 
@@ -78,13 +81,30 @@ def locate(spec: str) -> Path:
     ``a/b/c``).
     """
     if spec in BUILTIN:
-        from detdiff.engines.mlx.builtin import builtin_path
-
         return builtin_path(spec)
     path = Path(spec).expanduser()
     if path.exists() or not HUB_ID.fullmatch(spec):
         return path
     return _fetch(spec)
+
+
+def builtin_path(name: str = "builtin") -> Path:
+    """The directory of a built-in model: small, trained, and an ordinary mlx-lm directory.
+
+    Raises ModelError for an unknown name and for an installation that lacks the model's files.
+    """
+    if name not in BUILTIN:
+        raise ModelError(
+            f"There is no built-in model {name!r}; the built-in models are {' and '.join(BUILTIN)}. "
+            "Give one of these names, or the path of a model directory."
+        )
+    path = BUILTIN_FOLDER / name
+    if not (path / "model.safetensors").is_file():
+        raise ModelError(
+            f"The built-in model {name!r} is missing from this installation: {path} holds no "
+            "model.safetensors. Install detdiff again, or give the path of a model directory."
+        )
+    return path
 
 
 def load_weights(path: Path, *, lazy: bool = False) -> tuple[Any, dict[str, Any]]:
