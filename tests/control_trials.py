@@ -14,7 +14,7 @@ from detdiff.engines.mlx.record import RecordOptions, record
 from detdiff.engines.mlx.taps.faults import Plant
 from detdiff.explain.case import Case
 from detdiff.explain.control import Control
-from detdiff.explain.controls import CONTROLS
+from detdiff.explain.investigate import run_control
 from detdiff.scenario import KernelPlan, PathRule, Scenario
 from detdiff.trace import Trace
 
@@ -82,7 +82,7 @@ class Series:
             if not divergence.identical:
                 break
         case = Case.of(a, b, divergence, loaded=loaded)
-        relaxed = CONTROLS["relax"](case)
+        relaxed = run_control(case, "relax")
         named = [(each["forward"], each["site"]) for each in relaxed.detail.get("smallest", ())]
         controls = {"relax": relaxed}
         return Tried(
@@ -115,7 +115,7 @@ class Series:
             case = Case.of(a, b, loaded=loaded, plants=plants)
             if case.divergence.identical:
                 continue
-            controls = {name: CONTROLS[name](case) for name in ("relax", "graft_in", "graft_out")}
+            controls = {name: run_control(case, name) for name in ("relax", "graft_in", "graft_out")}
             # A unit in the last place may be rounded away before it is stored, or by all that read it.
             if controls["graft_in"].result not in ("no_effect", "no_carriers", "not_run"):
                 break

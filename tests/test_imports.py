@@ -86,7 +86,7 @@ HOMES = {
 }
 """Where in detdiff a library may be imported."""
 ELSEWHERE = {
-    "mlx": {"explain/precision.py", "check/subject.py"},
+    "mlx": {"check/subject.py"},
     "mlx_lm": {"check/subject.py"},
     "torch": {"check/torch_engine.py"},
     "transformers": {"check/torch_engine.py"},
@@ -124,6 +124,15 @@ def test_a_library_is_imported_in_its_own_folder_alone(library: str) -> None:
 
 def test_traces_comparing_and_reports_import_no_engine() -> None:
     assert reaching_an_engine(ROOT) == set()
+
+
+def test_explaining_knows_engines_by_their_interface_alone() -> None:
+    own = {"detdiff.engines.base", "detdiff.engines.record", "detdiff.engines.registry", "detdiff.engines"}
+    every = edges(modules(ROOT, "detdiff"))
+    found = {
+        each for name, imported in every.items() if name.startswith("detdiff.explain") for each in imported
+    }
+    assert {name for name in found if name.startswith("detdiff.engines")} <= own
 
 
 def test_no_modules_import_one_another() -> None:

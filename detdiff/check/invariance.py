@@ -168,9 +168,9 @@ class ModelCheck:
 
         def oracle() -> Control:
             from detdiff.explain.case import Case
-            from detdiff.explain.oracle_control import oracle
+            from detdiff.explain.investigate import judged_origins
 
-            return oracle(Case.of(alone, composed, divergence, loaded=self._subject.loaded), ORIGINS)
+            return judged_origins(Case.of(alone, composed, divergence, loaded=self._subject.loaded), ORIGINS)
 
         return Seen(alone, composed, divergence, rule(self._asked.level, divergence, oracle))
 

@@ -31,6 +31,7 @@ MINIMAL_CHANGE: Final = "minimal_change"
 PATCH: Final = "patch"
 DTYPE: Final = "dtype"
 ORACLE: Final = "oracle"
+FIRST_NOT_FINITE: Final = "first_not_finite"
 RESUME: Final = "resume"
 # What a scenario can say.
 PACKED: Final = "packed"

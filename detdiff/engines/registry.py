@@ -90,6 +90,12 @@ def as_engine(
     return wrap(given, name=name, settings=settings or {})
 
 
+def mlx_engine(loaded: Any, draft: Any = None) -> Engine:
+    """The mlx engine on models that are loaded already."""
+    engine: Engine = _imported("detdiff.engines.mlx.engine:MlxEngine", DEFAULT)(loaded, draft)
+    return engine
+
+
 def find_factory(name: str) -> Factory:
     """The factory behind an engine's name. Raises EngineUnknown."""
     if ":" in name:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -97,6 +99,15 @@ class Captured:
         raise OracleRefused(
             f"Layer {layer} writes no cache of its own, so what its attention read is not known. Judge the sites around it."
         )
+
+    def output(self, site: Site, rows: Sequence[int]) -> tuple[Float64, str]:
+        """What ``site`` gave in these rows (rows, width), and its dtype's name; raises OracleRefused."""
+        if site.kind == "cache_write":
+            values = [[self.needed(row, site, port) for port in site.outputs] for row in rows]
+            joined = np.stack([np.concatenate([value.numbers() for value in each]) for each in values])
+            return joined, dtype_of(values[0][0])
+        found = [self.needed(row, site, site.outputs[0]) for row in rows]
+        return np.stack([value.numbers() for value in found]), dtype_of(found[0])
 
 
 def dtype_of(values: Values) -> str:

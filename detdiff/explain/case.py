@@ -1,21 +1,20 @@
-"""A case: two runs that are to be explained, what parted them, and what re-running them needs."""
+"""A case: two runs that are to be explained, what parted them, and the engines that run them again."""
 
 from __future__ import annotations
 
 import shutil
 import tempfile
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from detdiff.compare import Divergence, RequestDivergence, compare
-from detdiff.engines.mlx.model import LoadedModel
-from detdiff.engines.mlx.record import RecordOptions, record
-from detdiff.engines.mlx.serve import Models
-from detdiff.engines.mlx.taps.faults import Plant
-from detdiff.errors import ReplayError
+from detdiff.engines.base import RESET, Engine, Overrides, RunOptions
+from detdiff.engines.record import record
+from detdiff.engines.registry import as_engine, mlx_engine, open_engine, same_engine
+from detdiff.errors import EngineUnusable, ReplayError
 from detdiff.scenario import Scenario
 from detdiff.trace import Trace
 
@@ -24,7 +23,9 @@ from .control import Budget, CannotRun
 Side = str
 """``a`` or ``b``."""
 Progress = Callable[[int, int], None]
-Plants = tuple[tuple[Plant, ...], tuple[Plant, ...]]
+Faults = tuple[tuple[Any, ...], tuple[Any, ...]]
+REPEATS: Final = 2
+"""Repetitions of each side. A change that shows in one run of n is missed by both with the chance (1 - 1/n)²."""
 _HASHES = ("config_sha256", "weights_sha256", "tokenizer_sha256")
 
 
@@ -32,8 +33,10 @@ _HASHES = ("config_sha256", "weights_sha256", "tokenizer_sha256")
 class Case:
     """Two runs, recorded, and their divergence; every control is a function of it.
 
-    ``loaded`` is the model of both runs and ``draft`` its draft model: re-runs use these very objects, so that a fault
-    in one of them is there again. ``plants`` are the faults that were planted in a and in b.
+    ``engines`` are the opened engines of both sides, one where one serves both: re-runs use these very objects, so that a
+    fault in one of them is there again. ``plants`` are the faults that were put into a and into b, for tests.
+    ``reopens`` says that an engine can be opened anew by what its scenario says. ``repeats`` is how often ``repeat`` runs
+    each side.
     """
 
     scenario_a: Scenario
@@ -41,13 +44,14 @@ class Case:
     a: Trace
     b: Trace
     divergence: Divergence
-    loaded: LoadedModel
-    draft: LoadedModel | None = None
+    engines: Mapping[Side, Engine]
     budget: Budget = field(default_factory=Budget)
     progress: Progress | None = None
-    plants: Plants = ((), ())
+    plants: Faults = ((), ())
+    reopens: bool = False
+    repeats: int = REPEATS
     known: dict[str, Any] = field(default_factory=dict)
-    """What one control found out and another can use: runs by name."""
+    """What one control found out and another can use, by name."""
     _folder: Path | None = None
     _recorded: int = 0
 
@@ -58,37 +62,38 @@ class Case:
         b: Scenario | Trace,
         divergence: Divergence | None = None,
         *,
-        loaded: LoadedModel | None = None,
-        draft: LoadedModel | None = None,
+        engine: Any = None,
+        loaded: Any = None,
+        draft: Any = None,
         budget: Budget | int | None = None,
         progress: Progress | None = None,
-        plants: Plants = ((), ()),
+        plants: Faults = ((), ()),
+        repeats: int = REPEATS,
     ) -> Case:
         """Record what is given as a scenario, and compare, unless the ``divergence`` of two traces is known.
 
-        A number as ``budget`` limits re-runs.
+        ``engine`` runs both sides where it is opened already; ``loaded`` and ``draft`` are models of the mlx engine. A
+        number as ``budget`` limits re-runs.
 
         Raises ReplayError for a trace that is incomplete or of another model than the one that is loaded, NothingComparable
-        where nothing of the two can be compared, and what loading and recording raise.
+        where nothing of the two can be compared, and what opening and recording raise.
         """
         scenarios = [_scenario(side) for side in (a, b)]
-        speculative = next((s for s in scenarios if s.speculation is not None), scenarios[0])
-        models = Models.of(speculative, loaded, draft)
-        for side in (a, b):
+        engines = _engines(scenarios, mlx_engine(loaded, draft) if loaded is not None else engine, draft)
+        for side, opened, scenario in zip((a, b), engines, scenarios, strict=True):
             if isinstance(side, Trace):
-                _check(side, models)
+                _check(side, opened, scenario)
         folder = Path(tempfile.mkdtemp(prefix="detdiff-explain-"))
         try:
             traces = []
-            for given, scenario, faults, name in zip((a, b), scenarios, plants, "ab", strict=True):
+            for given, scenario, opened, faults, name in zip(
+                (a, b), scenarios, engines, plants, "ab", strict=True
+            ):
                 if isinstance(given, Trace):
                     traces.append(given)
                     continue
-                options = RecordOptions(faults=faults, progress=progress, durable=False)
-                path = folder / name
-                traces.append(
-                    record(scenario, path, loaded=models.target, draft=models.draft, options=options)
-                )
+                options = RunOptions(faults=faults, progress=progress, durable=False)
+                traces.append(record(scenario, folder / name, engine=opened, options=options))
             found = compare(*traces) if divergence is None else divergence
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
@@ -99,11 +104,12 @@ class Case:
             traces[0],
             traces[1],
             found,
-            models.target,
-            models.draft,
+            {"a": engines[0], "b": engines[1]},
             budget if isinstance(budget, Budget) else Budget(budget),
             progress,
             plants,
+            reopens=engine is None and loaded is None,
+            repeats=repeats,
             _folder=folder,
         )
         weakref.finalize(case, shutil.rmtree, folder, ignore_errors=True)
@@ -115,18 +121,55 @@ class Case:
     def trace(self, side: Side) -> Trace:
         return self.a if side == "a" else self.b
 
-    def faults(self, side: Side) -> tuple[Plant, ...]:
+    def faults(self, side: Side) -> tuple[Any, ...]:
         return self.plants[0] if side == "a" else self.plants[1]
 
-    def record(self, scenario: Scenario, side: Side, options: RecordOptions | None = None) -> Trace:
-        """Record a re-run whole, with the faults of a side; its forwards are counted as spent."""
+    def engine(self, side: Side) -> Engine:
+        return self.engines[side]
+
+    def one_engine(self) -> Engine:
+        """The engine of both sides. Raises CannotRun where each has one of its own."""
+        if self.engines["a"] is not self.engines["b"]:
+            raise CannotRun(
+                "the two sides run on different engines, so no call of one has a counterpart in the other"
+            )
+        return self.engines["a"]
+
+    def lacking(self, capabilities: Sequence[str]) -> str | None:
+        """Why an engine cannot do what a control asks of it; None where both can."""
+        for engine in self.engines.values():
+            for capability in capabilities:
+                if capability not in engine.capabilities:
+                    return engine.lacks(capability)
+        return None
+
+    def fresh(self, side: Side) -> Engine:
+        """The engine of a side as if it had served nothing: reset, or opened anew. Raises CannotRun."""
+        engine = self.engines[side]
+        if RESET in engine.capabilities:
+            engine.reset()
+            return engine
+        if not self.reopens:
+            raise CannotRun(engine.lacks(RESET))
+        return open_engine(self.scenario(side))
+
+    def record(
+        self, scenario: Scenario, side: Side, *, overrides: Overrides | None = None, on: Engine | None = None
+    ) -> Trace:
+        """Record a re-run whole, with the faults of a side, ``on`` another engine than its own where one is given; its
+        forwards are counted as spent."""
         self.budget.begin()
         assert self._folder is not None
         self._recorded += 1
         path = self._folder / f"again-{self._recorded}"
-        options = options or RecordOptions(observe=0, progress=self.progress)
-        options = replace(options, faults=self.faults(side), durable=False)
-        trace = record(scenario, path, loaded=self.loaded, draft=self.draft, options=options)
+        options = RunOptions(
+            observe=0,
+            faults=self.faults(side),
+            progress=self.progress,
+            durable=False,
+            overrides=overrides or Overrides(),
+        )
+        trace = record(scenario, path, engine=on or self.engines[side], options=options)
         self.budget.spend(len(trace.forwards()))
         return trace
 
@@ -165,19 +208,36 @@ def _scenario(side: Scenario | Trace) -> Scenario:
     return Scenario.from_dict(side.scenario, where=f"the scenario of {side.path}")
 
 
-def _check(trace: Trace, models: Models) -> None:
+def _engines(scenarios: Sequence[Scenario], given: Any, draft: Any) -> list[Engine]:
+    """Those of both sides, opened where none was given; one where one serves both."""
+    if given is not None:
+        engine = as_engine(given)
+        if engine is None:
+            raise EngineUnusable(
+                f"A {type(given).__name__} was given as an engine; expected one, an object with generate(requests, schedule), or a "
+                "function. Give one of them."
+            )
+        return [engine, engine]
+    first = open_engine(scenarios[0])
+    if draft is not None and hasattr(first, "draft"):
+        first.draft = draft
+    return [first, first if same_engine(*scenarios) else open_engine(scenarios[1])]
+
+
+def _check(trace: Trace, engine: Engine, scenario: Scenario) -> None:
     if not trace.complete:
         raise ReplayError(
             f"{trace.path} is incomplete, so a re-run cannot be checked against it. Expected a finished trace: record "
             "it again."
         )
-    pairs = [("model", trace.model, models.target)]
-    if models.draft is not None and "draft" in trace.header:
-        pairs.append(("draft", trace.header["draft"], models.draft))
-    for what, stored, loaded in pairs:
+    pairs = [("model", trace.model, engine.identity)]
+    drafted = getattr(engine, "draft_identity", None)
+    if drafted is not None and scenario.speculation is not None and "draft" in trace.header:
+        pairs.append(("draft", trace.header["draft"], drafted(scenario)))
+    for what, stored, opened in pairs:
         for key in _HASHES:
-            if loaded.identity.get(key) != stored.get(key):
+            if opened.get(key) != stored.get(key):
                 raise ReplayError(
-                    f"The {what} has the {key.partition('_')[0]} hash {loaded.identity.get(key)}; the trace {trace.path} was "
+                    f"The {what} has the {key.partition('_')[0]} hash {opened.get(key)}; the trace {trace.path} was "
                     f"recorded with {stored.get(key)}. Name the model it was recorded with, or record again."
                 )

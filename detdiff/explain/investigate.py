@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from detdiff.compare import Divergence, compare
-from detdiff.engines.mlx.model import LoadedModel
 from detdiff.errors import CommandError, DetdiffError, Interrupted, NothingComparable, ReplayError
 from detdiff.scenario import Scenario
 from detdiff.trace import Trace
 
-from .case import Case
-from .control import NOT_RUN, Budget, CannotRun, Control
-from .evidence import Facts, Recorded
+from .case import REPEATS, Case
+from .control import NOT_RUN, Budget, CannotRun, Control, Outcome, Registered, registered
+from .facts import Facts, Recorded
 from .fragility import Fragility, fragility
 from .rules import RULES, decide, deciding
 from .verdict import Verdict
@@ -25,22 +25,12 @@ Progress = Callable[[int, int], None]
 OnControl = Callable[[str], None]
 Run = Trace | Scenario | Path | str
 
-ORDER: Final = (
-    "repeat",
-    "oracle",
-    "finite",
-    "policy",
-    "hold_path",
-    "neighbour_content",
-    "relax",
-    "graft_in",
-    "graft_out",
-    "neighbour_length",
-    "dtype",
-)
-"""What is run, in order. ``finite`` and ``policy`` only where something speaks for them, unless they are asked for."""
-DECIDING: Final = tuple(dict.fromkeys(name for rule in RULES for name in rule.because if name in ORDER))
-"""The controls that a verdict can rest on; the others say more of what it is about."""
+CONTROLS: Final = registered()
+ORDER: Final = tuple(CONTROLS)
+"""What is run, in order. Some only where something speaks for them, unless they are asked for."""
+_CAN_DECIDE: Final = tuple(dict.fromkeys(name for rule in RULES for name in rule.because if name in ORDER))
+DECIDING: Final = tuple(name for name in _CAN_DECIDE if name != "fresh")
+"""The controls that a verdict on an engine without state can rest on; the others say more of what it is about."""
 _TEMPORARY: Final = re.compile(r"[^\s()]*detdiff-explain-[^\s()/]+/([ab])\b")
 """Where a side was recorded, which is gone when a message is read."""
 
@@ -51,16 +41,19 @@ def explain(
     *,
     controls: Sequence[str] | None = None,
     budget: int | Budget | None = None,
-    loaded: LoadedModel | None = None,
-    draft: LoadedModel | None = None,
+    engine: Any = None,
+    loaded: Any = None,
+    draft: Any = None,
+    repeats: int = REPEATS,
     progress: Progress | None = None,
     on_control: OnControl | None = None,
 ) -> Verdict:
     """Why run ``b`` parts from run ``a``: traces, which are run again where a control needs it, or scenarios.
 
     ``controls`` names those to run, all of them whatever the first ones give; None runs them in ``ORDER`` and ends where
-    the rules are sure. ``budget`` limits the re-runs. ``loaded`` is the model of both runs, and ``draft`` their draft
-    model, where they are loaded already. ``progress`` is called with tokens so far and at most, ``on_control`` before each
+    the rules are sure. ``budget`` limits the re-runs. ``engine`` runs both sides, where it is opened already: an engine, or an
+    object or function with generate(requests, schedule); ``loaded`` and ``draft`` are models of mlx-lm that are loaded already.
+    ``repeats`` is how often the control ``repeat`` runs each side. ``progress`` is called with tokens so far and at most, ``on_control`` before each
     control. Raises CommandError for an unknown control, and what reading, loading and running raise.
     """
     wanted = _wanted(controls)
@@ -69,11 +62,20 @@ def explain(
         sure = _without_model(sides) if controls is None else None
         if sure is not None:
             return decide(sure)
-        case = Case.of(sides[0], sides[1], loaded=loaded, draft=draft, budget=budget, progress=progress)
+        case = Case.of(
+            sides[0],
+            sides[1],
+            engine=engine,
+            loaded=loaded,
+            draft=draft,
+            budget=budget,
+            progress=progress,
+            repeats=repeats,
+        )
     except NothingComparable as error:
         return decide(Facts(None, why=_TEMPORARY.sub(r"side \1", str(error))))
     divergence = _named(case.divergence, sides)
-    facts = Facts(divergence, Recorded.of(case.a, case.b))
+    facts = _facts(case, divergence)
     verdict = decide(_run(case, facts, wanted, controls is not None, on_control))
     return verdict if divergence.identical else replace(verdict, fragile=_fragile(case))
 
@@ -81,8 +83,8 @@ def explain(
 def judge(case: Case, on_control: OnControl | None = None) -> Verdict:
     """The verdict on a case by the controls that it can rest on, ended where the rules are sure: ``explain`` without what
     only says more."""
-    facts = Facts(case.divergence, Recorded.of(case.a, case.b))
-    return decide(_run(case, facts, DECIDING, False, on_control))
+    facts = _facts(case, case.divergence)
+    return decide(_run(case, facts, _CAN_DECIDE, False, on_control))
 
 
 def _wanted(controls: Sequence[str] | None) -> tuple[str, ...]:
@@ -128,51 +130,63 @@ def _named(divergence: Divergence, given: Sequence[Trace | Scenario]) -> Diverge
     return replace(divergence, **names) if names else divergence
 
 
+def _facts(case: Case, divergence: Divergence) -> Facts:
+    stateless = all(getattr(engine, "stateless", False) for engine in case.engines.values())
+    return Facts(divergence, Recorded.of(case.a, case.b), stateless=stateless)
+
+
 def _run(
     case: Case, facts: Facts, wanted: Sequence[str], all_of_them: bool, on_control: OnControl | None
 ) -> Facts:
     done: dict[str, Control] = {}
+    considered: set[str] = set()
     if not all_of_them and deciding(facts).stops == ():
         return facts
     for name in wanted:
         rule = deciding(facts)
         if not all_of_them:
-            if rule.stops is not None and all(each in done for each in rule.stops):
+            considered |= {each for each in wanted if not CONTROLS[each].asked_by(facts)}
+            if rule.stops is not None and all(
+                each in considered or each not in wanted for each in rule.stops
+            ):
                 done[name] = Control(name, NOT_RUN, f"the rule {rule.name} decides without it", 0, 0.0)
                 continue
-            if not _speaks_for(name, facts):
+            if not CONTROLS[name].asked_by(facts):
                 continue
         if on_control is not None:
             on_control(name)
         done[name] = run_control(case, name)
+        considered.add(name)
         facts = replace(facts, controls=dict(done))
     return replace(facts, controls=done)
 
 
-def _speaks_for(name: str, facts: Facts) -> bool:
-    """Whether a control that few cases need is worth its re-runs."""
-    if name == "finite":
-        return bool(facts.recorded.not_finite) or bool(facts.detail("oracle", "not_finite"))
-    return name != "policy" or facts.quantised_apart
+def judged_origins(case: Case, at_most: int) -> Control:
+    """The control ``oracle`` on at most so many origins, and the largest beside them."""
+    from .controls.oracle import judged
+
+    return _told(case, CONTROLS["oracle"], lambda case: judged(case, at_most))
 
 
 def run_control(case: Case, name: str) -> Control:
-    """One control; ``not_run`` with the reason where it does not apply, the model cannot run so, or the budget is spent.
+    """One control, with what it took; ``not_run`` with the reason where it does not apply, an engine cannot run so, or the
+    budget is spent.
 
     Raises ReplayError where a trace is not that of this machine, which no control can make up for.
     """
+    return _told(case, CONTROLS[name], CONTROLS[name].run)
+
+
+def _told(case: Case, asked: Registered, run: Callable[[Case], Outcome]) -> Control:
+    started, before = time.perf_counter(), case.budget.forwards_spent
     try:
-        return _functions()[name](case)
+        lacking = case.lacking(asked.needs)
+        if lacking is not None:
+            raise CannotRun(lacking)
+        outcome = run(case)
     except (ReplayError, Interrupted):
         raise
     except (CannotRun, DetdiffError) as error:
-        return Control(name, NOT_RUN, str(error), 0, 0.0)
-
-
-def _functions() -> Mapping[str, Callable[[Case], Control]]:
-    from .controls import CONTROLS
-    from .finite import finite
-    from .oracle_control import oracle
-    from .policy_control import policy
-
-    return {**CONTROLS, "finite": finite, "policy": policy, "oracle": oracle}
+        outcome = Outcome(NOT_RUN, str(error))
+    seconds, forwards = time.perf_counter() - started, case.budget.forwards_spent - before
+    return Control(asked.name, outcome.result, outcome.said, forwards, seconds, outcome.figures)

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from . import said
+from . import sentences
 from .control import Control
-from .evidence import Facts
+from .facts import Facts
 from .verdict import Evidence, Kind, Verdict
 
 
@@ -37,6 +37,18 @@ def _nothing(facts: Facts) -> bool:
 
 def _race(facts: Facts) -> bool:
     return facts.result("repeat") == "differs"
+
+
+def _served(facts: Facts) -> bool:
+    return facts.result("fresh") == "differs"
+
+
+def _changed(facts: Facts) -> bool:
+    return facts.result("repeat") == "changed"
+
+
+def _observed(facts: Facts) -> bool:
+    return _incomplete(facts) and bool(facts.observed)
 
 
 def _contradiction(facts: Facts) -> bool:
@@ -83,10 +95,11 @@ def _read_otherwise(facts: Facts) -> bool:
 def _outside(facts: Facts) -> bool:
     return (
         facts.result("oracle") == "outside"
-        and not facts.detail("oracle", "precision")
+        and facts.oracle is not None
+        and not facts.oracle.precision
         and facts.result("repeat") == "equal"
-        # Reads that only a quantisation explains are no sums that went wrong.
-        and not (facts.quantised_apart and not facts.detail("oracle", "outside_where"))
+        # Reads that only a quantisation explains are no sums that went wrong, and of unknown caches nothing is presumed.
+        and not ((facts.quantised_apart or facts.unknown) and not facts.oracle.outside_where)
     )
 
 
@@ -98,11 +111,11 @@ def _held(facts: Facts) -> bool:
 
 
 def _precision(facts: Facts) -> bool:
-    return _held(facts) and bool(facts.detail("oracle", "precision"))
+    return _held(facts) and facts.oracle is not None and bool(facts.oracle.precision)
 
 
 def _worse(facts: Facts) -> bool:
-    return _held(facts) and facts.result("oracle") == "inside" and bool(facts.detail("oracle", "far"))
+    return _path(facts) and facts.oracle is not None and bool(facts.oracle.far)
 
 
 def _path(facts: Facts) -> bool:
@@ -115,8 +128,19 @@ RULES: Final[tuple[Rule, ...]] = (
         "no request, row or port of the two runs can be compared",
         "undetermined",
         _nothing,
-        said.say_nothing,
+        sentences.say_nothing,
         ("not_compared",),
+        stops=(),
+    ),
+    Rule(
+        "served-before",
+        "the same scenario gave other bits on an engine that has served nothing than on one that has, or its first request did "
+        "when it was asked again at the end",
+        "race",
+        _served,
+        sentences.say_served,
+        ("fresh",),
+        sentences.advise_served,
         stops=(),
     ),
     Rule(
@@ -124,10 +148,20 @@ RULES: Final[tuple[Rule, ...]] = (
         "the same scenario, run again, gave other bits",
         "race",
         _race,
-        said.say_race,
+        sentences.say_race,
         ("repeat",),
-        said.advise_race,
-        stops=(),
+        sentences.advise_race,
+        stops=("fresh",),
+    ),
+    Rule(
+        "changed",
+        "a trace is not repeated, and what was run in its place repeats itself: the code or the machine changed",
+        "undetermined",
+        _changed,
+        sentences.say_changed,
+        ("repeat",),
+        sentences.advise_changed,
+        stops=("fresh",),
     ),
     Rule(
         "bookkeeping",
@@ -136,9 +170,9 @@ RULES: Final[tuple[Rule, ...]] = (
         "two owners, drafts counted otherwise, a row fed another token",
         "bug",
         _contradiction,
-        said.say_contradiction,
+        sentences.say_contradiction,
         ("contradiction",),
-        said.advise_bug,
+        sentences.advise_bug,
         stops=("repeat",),
     ),
     Rule(
@@ -146,9 +180,9 @@ RULES: Final[tuple[Rule, ...]] = (
         "a NaN or an infinity where float64 has a number, even if both runs have it",
         "bug",
         _not_finite,
-        said.say_not_finite,
+        sentences.say_not_finite,
         ("not_finite", "finite"),
-        said.advise_bug,
+        sentences.advise_bug,
         stops=("repeat", "finite"),
     ),
     Rule(
@@ -156,16 +190,26 @@ RULES: Final[tuple[Rule, ...]] = (
         "every request of both runs was compared in whole and nothing differs",
         "identical",
         _identical,
-        said.say_identical,
+        sentences.say_identical,
         ("compared",),
         stops=(),
+    ),
+    Rule(
+        "observed",
+        "nothing that was compared differs, and recording changed the logits of a run",
+        "undetermined",
+        _observed,
+        sentences.say_observed,
+        ("observed", "repeat"),
+        sentences.advise_observed,
+        stops=("repeat",),
     ),
     Rule(
         "incomplete",
         "nothing that was compared differs, and something was left out",
         "undetermined",
         _incomplete,
-        said.say_incomplete,
+        sentences.say_incomplete,
         ("compared",),
         stops=(),
     ),
@@ -175,9 +219,9 @@ RULES: Final[tuple[Rule, ...]] = (
         "sampling or limits differ",
         "policy",
         _asked_otherwise,
-        said.say_asked_otherwise,
+        sentences.say_asked_otherwise,
         ("settings",),
-        said.advise_policy,
+        sentences.advise_policy,
         stops=("repeat",),
     ),
     Rule(
@@ -185,7 +229,7 @@ RULES: Final[tuple[Rule, ...]] = (
         "every digest up to a flip is bit-equal, logits among them, and the settings are equal",
         "bug",
         _sampling,
-        said.say_sampling,
+        sentences.say_sampling,
         ("compared",),
         stops=("repeat",),
     ),
@@ -195,9 +239,9 @@ RULES: Final[tuple[Rule, ...]] = (
         "quantisation nothing differs",
         "policy",
         _quantised_apart,
-        said.say_quantised_apart,
+        sentences.say_quantised_apart,
         ("quantised", "policy", "repeat"),
-        said.advise_policy,
+        sentences.advise_policy,
         stops=("repeat", "policy"),
     ),
     Rule(
@@ -205,9 +249,9 @@ RULES: Final[tuple[Rule, ...]] = (
         "other text of the neighbours, of the same length, changed a request, and a repeat is equal",
         "bug",
         _leak,
-        said.say_leak,
+        sentences.say_leak,
         ("neighbour_content", "repeat"),
-        said.advise_bug,
+        sentences.advise_bug,
     ),
     Rule(
         "reading",
@@ -215,9 +259,9 @@ RULES: Final[tuple[Rule, ...]] = (
         "alike",
         "bug",
         _read_otherwise,
-        said.say_read_otherwise,
+        sentences.say_read_otherwise,
         ("birth", "repeat"),
-        said.advise_bug,
+        sentences.advise_bug,
     ),
     Rule(
         "outside",
@@ -225,9 +269,9 @@ RULES: Final[tuple[Rule, ...]] = (
         "repeat is equal",
         "bug",
         _outside,
-        said.say_outside,
+        sentences.say_outside,
         ("birth", "oracle", "repeat"),
-        said.advise_bug,
+        sentences.advise_bug,
     ),
     Rule(
         "precision",
@@ -235,9 +279,9 @@ RULES: Final[tuple[Rule, ...]] = (
         "operands of lower precision",
         "numerics",
         _precision,
-        said.say_precision,
+        sentences.say_precision,
         ("birth", "hold_path", "oracle", "repeat"),
-        said.advise_precision,
+        sentences.advise_precision,
     ),
     Rule(
         "worse-path",
@@ -245,25 +289,25 @@ RULES: Final[tuple[Rule, ...]] = (
         "paths, and one of them is at least twice as far from float64, by an error of the size of a lower precision",
         "numerics",
         _worse,
-        said.say_worse,
+        sentences.say_worse,
         ("birth", "hold_path", "oracle", "repeat"),
-        said.advise_worse,
+        sentences.advise_worse,
     ),
     Rule(
         "path",
         "the path changed, holding it removes the difference, a repeat is equal, and both sides are inside the bound",
         "numerics",
         _path,
-        said.say_path,
+        sentences.say_path,
         ("birth", "hold_path", "oracle", "repeat"),
-        said.advise_path,
+        sentences.advise_path,
     ),
     Rule(
         "undetermined",
         "none of the above: the verdict says what is missing",
         "undetermined",
         lambda facts: True,
-        said.say_undetermined,
+        sentences.say_undetermined,
         (),
     ),
 )
@@ -290,8 +334,14 @@ def decide(facts: Facts) -> Verdict:
         divergence=facts.divergence,
         rule=rule.name,
         advice=rule.advises(facts),
-        missing=said.missing(facts) if rule.name == "undetermined" else (),
+        missing=_missing(rule, facts),
     )
+
+
+def _missing(rule: Rule, facts: Facts) -> tuple[str, ...]:
+    if rule.name == "incomplete":
+        return sentences.left_out(facts)
+    return sentences.missing(facts) if rule.name == "undetermined" else ()
 
 
 def _from_controls(controls: tuple[Control, ...]) -> Iterator[Evidence]:

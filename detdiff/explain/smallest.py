@@ -53,3 +53,14 @@ def by_groups(
 
 def _joined(groups: Sequence[Sequence[T]]) -> list[T]:
     return [item for group in groups for item in group]
+
+
+def ranges(positions: Sequence[int]) -> list[list[int]]:
+    """Positions as inclusive ranges."""
+    found: list[list[int]] = []
+    for position in sorted(set(positions)):
+        if found and found[-1][1] == position - 1:
+            found[-1][1] = position
+        else:
+            found.append([position, position])
+    return found

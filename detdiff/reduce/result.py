@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from detdiff.compare import Divergence, RequestDivergence
 from detdiff.explain import Verdict
-from detdiff.explain.evidence import Facts
+from detdiff.explain.facts import Facts
 from detdiff.scenario import Scenario
 from detdiff.trace import Trace
 

@@ -15,12 +15,13 @@ from tiny import tiny
 
 from detdiff.engines.mlx.model import LoadedModel
 from detdiff.engines.mlx.record import RecordOptions
+from detdiff.engines.mlx.serve import Models, in_dtype
 from detdiff.engines.mlx.taps.faults import Plant
 from detdiff.errors import ReplayError
+from detdiff.explain import ORDER
 from detdiff.explain.case import Case
 from detdiff.explain.control import Budget
-from detdiff.explain.controls import CONTROLS
-from detdiff.explain.precision import in_dtype
+from detdiff.explain.investigate import run_control
 
 METAL = {"kernels": "mlx-metal", "lengths": (12, 9, 21), "max_tokens": 12}
 
@@ -50,7 +51,7 @@ def _case(runs: Runs, loaded: LoadedModel, a: str, b: str, layout: str = "padded
 
 
 def test_a_sound_run_repeats(runs: Runs) -> None:
-    control = CONTROLS["repeat"](_case(runs, model("llama", "bf16"), "serial", "static", **METAL))
+    control = run_control(_case(runs, model("llama", "bf16"), "serial", "static", **METAL), "repeat")
     assert control.result == "equal"
     assert control.detail["repetitions"] == {"a": 2, "b": 2}
 
@@ -61,7 +62,7 @@ def test_a_random_sum_is_a_race(runs: Runs, layout: str) -> None:
         return y * (1 + 1e-6 * mx.array(np.random.default_rng().standard_normal(), mx.float32))
 
     case = _case(runs, _faulty(shaken), "serial", "continuous", layout, lengths=(4, 3))
-    control = CONTROLS["repeat"](case)
+    control = run_control(case, "repeat")
     assert (control.result, control.detail["layer"]) == ("differs", 1)
     assert control.detail["site"].endswith("v_proj")
 
@@ -70,7 +71,7 @@ def test_a_random_sum_is_a_race(runs: Runs, layout: str) -> None:
 def test_holding_the_path_removes_what_the_path_made(runs: Runs, layout: str, kernels: str) -> None:
     case = _case(runs, model("llama"), "serial", "continuous", layout, **{**METAL, "kernels": kernels})
     assert case.focus.rung is not None
-    control = CONTROLS["hold_path"](case)
+    control = run_control(case, "hold_path")
     assert control.result == "removed" and control.detail["bits_equal"]
     assert set(control.detail["seconds_per_forward"]) == {"a", "b"}
 
@@ -79,16 +80,16 @@ def test_holding_the_path_leaves_what_it_did_not_make(runs: Runs) -> None:
     plant = Plant("layers.0.self_attn.k_proj", 0, 4, 7)
     loaded, asked = model("llama"), scenario("continuous", "packed", max_tokens=6)
     b = runs.record(loaded, asked, RecordOptions(observe=0, faults=(plant,)))
-    control = CONTROLS["hold_path"](
-        Case.of(runs.record(loaded, asked), b, loaded=loaded, plants=((), (plant,)))
+    control = run_control(
+        Case.of(runs.record(loaded, asked), b, loaded=loaded, plants=((), (plant,))), "hold_path"
     )
     assert control.result == "remains"
-    assert control.detail["tried"][-1]["first"] == {"request": "r0", "model": "target", "position": 4}
+    assert control.detail["tried"][-1]["first"]["position"] == 4
 
 
 def test_what_neighbours_say_changes_nothing(runs: Runs) -> None:
     case = _case(runs, model("llama"), "serial", "static", **METAL)
-    assert CONTROLS["neighbour_content"](case).result == "equal"
+    assert run_control(case, "neighbour_content").result == "equal"
 
 
 def test_a_leak_between_slots_is_named_at_its_place(runs: Runs) -> None:
@@ -97,7 +98,7 @@ def test_a_leak_between_slots_is_named_at_its_place(runs: Runs) -> None:
 
     case = _case(runs, _faulty(leaks), "serial", "static", lengths=(9, 9, 4))
     assert case.focus.id == "r0"
-    control = CONTROLS["neighbour_content"](case)
+    control = run_control(case, "neighbour_content")
     assert control.result == "differs"
     assert (control.detail["layer"], control.detail["site"]) == (1, "layers.1.self_attn.v_proj")
     assert control.detail["entry"]["entry_kind"] == "V"
@@ -106,11 +107,11 @@ def test_a_leak_between_slots_is_named_at_its_place(runs: Runs) -> None:
 
 def test_neighbours_of_another_length_change_the_path_only_where_it_goes_by_rows(runs: Runs) -> None:
     native = _case(runs, model("llama"), "serial", "continuous", "packed", arrivals=(0, 2, 5))
-    assert CONTROLS["neighbour_length"](native).result == "not_run"  # nothing parts
+    assert run_control(native, "neighbour_length").result == "not_run"  # nothing parts
     case = _case(
         runs, model("llama"), "serial", "continuous", "packed", kernels="candle-metal", arrivals=(0, 2, 5)
     )
-    assert CONTROLS["neighbour_length"](case).result in ("equal", "differs")
+    assert run_control(case, "neighbour_length").result in ("equal", "differs")
 
 
 def test_a_request_alone_has_no_neighbours(runs: Runs) -> None:
@@ -118,7 +119,7 @@ def test_a_request_alone_has_no_neighbours(runs: Runs) -> None:
     asked = scenario(lengths=(6,), max_tokens=4)
     b = runs.record(loaded, asked, RecordOptions(observe=0, faults=(plant,)))
     case = Case.of(runs.record(loaded, asked), b, loaded=loaded, plants=((), (plant,)))
-    control = CONTROLS["neighbour_content"](case)
+    control = run_control(case, "neighbour_content")
     assert control.result == "not_run" and "no neighbours" in control.said
 
 
@@ -126,7 +127,7 @@ def test_rounding_shrinks_in_float32(runs: Runs) -> None:
     loaded = tiny("llama", "bf16")
     before = [(name, array.dtype) for name, array in tree_flatten(loaded.model.parameters())]
     case = _case(runs, loaded, "serial", "static", **{**METAL, "max_tokens": 24})
-    control = CONTROLS["dtype"](case)
+    control = run_control(case, "dtype")
     assert control.result == "scales", control.said
     assert control.detail["difference_other"] < control.detail["difference"]
     assert [(name, array.dtype) for name, array in tree_flatten(loaded.model.parameters())] == before
@@ -137,20 +138,20 @@ def test_a_bug_does_not_shrink_in_float32(runs: Runs) -> None:
         return y * 1.25 if y.shape[0] > 1 else y
 
     case = _case(runs, _faulty(batched, fmt="bf16"), "serial", "static")
-    control = CONTROLS["dtype"](case)
+    control = run_control(case, "dtype")
     assert control.result == "stays", control.said
     assert control.detail["difference_other"] == pytest.approx(0.25, rel=1e-3)
 
 
 def test_a_float32_model_has_no_finer_dtype(runs: Runs) -> None:
-    control = CONTROLS["dtype"](_case(runs, model("llama"), "serial", "static", **METAL))
+    control = run_control(_case(runs, model("llama"), "serial", "static", **METAL), "dtype")
     assert control.result == "not_run" and "float32 already" in control.said
 
 
 def test_parameters_come_back_after_an_exception() -> None:
     loaded = tiny("llama", "bf16")
     before = dict(tree_flatten(loaded.model.parameters()))
-    with pytest.raises(ZeroDivisionError), in_dtype([loaded], mx.float32):
+    with pytest.raises(ZeroDivisionError), in_dtype(Models(loaded), "float32"):
         raise ZeroDivisionError
     after = dict(tree_flatten(loaded.model.parameters()))
     assert all(after[name] is array for name, array in before.items())
@@ -159,8 +160,8 @@ def test_parameters_come_back_after_an_exception() -> None:
 def test_controls_that_do_not_fit_the_budget_say_so(runs: Runs) -> None:
     case = _case(runs, model("llama"), "serial", "static", **METAL)
     case.budget = Budget(reruns=1)
-    for name, control in CONTROLS.items():
-        assert control(case).result == "not_run", name
+    for name in ORDER:
+        assert run_control(case, name).result == "not_run", name
 
 
 def test_a_trace_of_another_model_is_refused(runs: Runs) -> None:
@@ -176,4 +177,4 @@ def test_scenarios_are_recorded_first(runs: Runs) -> None:
     case = Case.of(asked, replace(asked), loaded=model("llama"), budget=5)
     assert case.divergence.identical
     assert case.budget.reruns == 5
-    assert CONTROLS["graft_in"](case).said == "the two runs do not part"
+    assert run_control(case, "graft_in").said == "the two runs do not part"

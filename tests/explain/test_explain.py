@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,11 +16,11 @@ from detdiff.compare import Divergence
 from detdiff.demo import ANCHORS, BASE, CONTINUOUS, FOLLOWER, SERIAL
 from detdiff.engines.mlx.model import load
 from detdiff.errors import CommandError, ModelRunError, ReplayError
-from detdiff.explain import DECIDING, ORDER, Control, Verdict, explain, investigate
+from detdiff.explain import DECIDING, ORDER, Verdict, explain, investigate
 from detdiff.explain.captured import significant
 from detdiff.explain.case import Case
-from detdiff.explain.control import Budget
-from detdiff.explain.oracle_control import AT_MOST, oracle, sample
+from detdiff.explain.control import Budget, Outcome
+from detdiff.explain.controls.oracle import AT_MOST, sample
 from detdiff.explain.origins import Born, origins
 
 
@@ -87,7 +88,7 @@ def test_a_sample_has_the_first_of_each_kind_and_path_pair(case: Case) -> None:
 
 def test_the_oracle_counts_what_it_judged_and_spends_the_budget(case: Case) -> None:
     before = case.budget.reruns_spent
-    control = oracle(case)
+    control = investigate.run_control(case, "oracle")
     assert control.result == "inside" and case.budget.reruns_spent == before + 2
     detail = control.detail
     assert detail["origins"] == len(origins(case.a, case.b)) and not detail["skipped"]
@@ -176,15 +177,15 @@ def test_a_control_that_the_model_cannot_run_says_so_and_others_go_on(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def failing(error: Exception) -> Any:
-        def control(case: Case) -> Control:
+        def control(case: Case) -> Outcome:
             raise error
 
-        return lambda: {"dtype": control}
+        return {"dtype": replace(investigate.CONTROLS["dtype"], run=control)}
 
-    monkeypatch.setattr(investigate, "_functions", failing(ModelRunError("It runs in bfloat16 only.")))
+    monkeypatch.setattr(investigate, "CONTROLS", failing(ModelRunError("It runs in bfloat16 only.")))
     found = investigate.run_control(case, "dtype")
     assert (found.name, found.result, found.said) == ("dtype", "not_run", "It runs in bfloat16 only.")
-    monkeypatch.setattr(investigate, "_functions", failing(ReplayError("Another machine.")))
+    monkeypatch.setattr(investigate, "CONTROLS", failing(ReplayError("Another machine.")))
     with pytest.raises(ReplayError, match="Another machine"):
         investigate.run_control(case, "dtype")
 

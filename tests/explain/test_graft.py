@@ -16,7 +16,7 @@ from detdiff.engines.mlx.record import RecordOptions
 from detdiff.engines.mlx.taps.faults import Plant
 from detdiff.explain.case import Case
 from detdiff.explain.control import CannotRun
-from detdiff.explain.controls import CONTROLS
+from detdiff.explain.investigate import run_control
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def test_the_one_entry_is_named_in_every_cache(
     plant = Plant(f"layers.{layer}.self_attn.v_proj", 1, 2, head * width + 3)
     case = _planted(runs, arch, plant, schedule, layout, **keys)
     for name, result in (("graft_in", "removed"), ("graft_out", "reproduced")):
-        control = CONTROLS[name](case)
+        control = run_control(case, name)
         assert control.result == result, control.said
         assert control.detail["smallest"] == [[layer, "V", head, 2]]
         assert control.detail["exact"]
@@ -62,7 +62,7 @@ def test_the_one_entry_is_named_in_every_cache(
 def test_a_difference_outside_the_cache_is_not_carried(runs: Runs) -> None:
     # The last row's own last layer: it writes nothing that anybody reads.
     plant = Plant("layers.1.mlp.down_proj", 0, 12 + 10 - 2, 3)
-    control = CONTROLS["graft_in"](_planted(runs, "llama", plant, "continuous", "packed"))
+    control = run_control(_planted(runs, "llama", plant, "continuous", "packed"), "graft_in")
     assert control.result == "no_carriers"
 
 
@@ -73,7 +73,7 @@ def test_what_is_born_in_the_deciding_forward_too_remains(runs: Runs) -> None:
     a = runs.record(loaded, asked)
     b = runs.record(loaded, asked, RecordOptions(observe=0, faults=(first, last)))
     case = Case.of(a, b, loaded=loaded, plants=((), (first, last)))
-    assert [CONTROLS[name](case).result for name in ("graft_in", "graft_out")] == [
+    assert [run_control(case, name).result for name in ("graft_in", "graft_out")] == [
         "remains",
         "not_reproduced",
     ]
@@ -82,7 +82,7 @@ def test_what_is_born_in_the_deciding_forward_too_remains(runs: Runs) -> None:
 def test_carriers_are_those_that_compare_counts(runs: Runs) -> None:
     plant = Plant("layers.0.self_attn.k_proj", 0, 4, 7)
     case = _planted(runs, "llama", plant, "continuous", "packed")
-    control = CONTROLS["graft_in"](case)
+    control = run_control(case, "graft_in")
     counted = case.focus.carriers
     assert counted is not None
     # Compare also counts what the deciding row itself wrote before it attended.

@@ -14,7 +14,7 @@ from detdiff.engines.mlx.reruns import Changes, Reruns, rerun
 from detdiff.engines.mlx.taps.faults import Plant
 from detdiff.explain.case import Case
 from detdiff.explain.control import Budget
-from detdiff.explain.controls import CONTROLS
+from detdiff.explain.investigate import run_control
 
 CANDLE = {"kernels": "candle-metal", "lengths": (12, 9, 21), "arrivals": (0, 5, 9)}
 
@@ -37,7 +37,7 @@ def _case(
 @pytest.mark.thorough
 def test_the_set_alone_parts_and_nothing_can_be_left_out_of_it(runs: Runs) -> None:
     case = _case(runs)
-    relaxed = CONTROLS["relax"](case)
+    relaxed = run_control(case, "relax")
     assert relaxed.result == "smallest"
     found = [Change(each["forward"], each["site"]) for each in relaxed.detail["smallest"]]
     tried = trials(Reruns.of(case))
@@ -66,7 +66,7 @@ def test_a_trial_that_starts_late_answers_as_one_from_the_prompt(runs: Runs) -> 
 @pytest.mark.thorough
 def test_without_snapshots_the_padded_layout_finds_it_from_the_prompt(runs: Runs) -> None:
     case = _case(runs, "f32", "padded", kernels="mlx-metal")
-    relaxed = CONTROLS["relax"](case)
+    relaxed = run_control(case, "relax")
     assert relaxed.result == "smallest"
     assert all(each["path_a"] != each["path_b"] for each in relaxed.detail["smallest"])
 
@@ -79,7 +79,7 @@ def test_a_difference_that_is_no_path_change_remains(runs: Runs) -> None:
     asked = scenario("continuous", "packed", active=3, **keys)
     b = runs.record(loaded, asked, RecordOptions(observe=0, faults=(plant,)))
     case = Case.of(a, b, loaded=loaded, plants=((), (plant,)))
-    assert CONTROLS["relax"](case).result == "remains"
+    assert run_control(case, "relax").result == "remains"
 
 
 def test_one_schedule_has_no_path_change(runs: Runs) -> None:
@@ -88,20 +88,20 @@ def test_one_schedule_has_no_path_change(runs: Runs) -> None:
     asked = scenario("continuous", "packed", active=3, **CANDLE)
     a = runs.record(loaded, asked)
     b = runs.record(loaded, asked, RecordOptions(observe=0, faults=(plant,)))
-    relaxed = CONTROLS["relax"](Case.of(a, b, loaded=loaded, plants=((), (plant,))))
+    relaxed = run_control(Case.of(a, b, loaded=loaded, plants=((), (plant,))), "relax")
     assert (relaxed.result, relaxed.detail["candidates"]) == ("none", 0)
 
 
 @pytest.mark.parametrize("budget", some_now([Budget(reruns=1), Budget(forwards=9), Budget(reruns=0)], 2))
 def test_a_spent_budget_is_said(runs: Runs, budget: Budget) -> None:
-    relaxed = CONTROLS["relax"](_case(runs, budget=budget))
+    relaxed = run_control(_case(runs, budget=budget), "relax")
     assert relaxed.result == "not_run" and "budget" in relaxed.said
     assert relaxed.forwards == budget.forwards_spent <= (budget.forwards or 1000)
 
 
 def test_what_is_spent_is_what_was_run(runs: Runs) -> None:
     case = _case(runs)
-    controls = [CONTROLS[name](case) for name in ("relax", "graft_in", "repeat")]
+    controls = [run_control(case, name) for name in ("relax", "graft_in", "repeat")]
     assert sum(control.forwards for control in controls) == case.budget.forwards_spent > 0
 
 
@@ -118,8 +118,8 @@ def test_verification_in_one_block_against_one_by_one(tmp_path: Path, layout: st
     case = Case.of(*asked, loaded=loaded, draft=draft)
     assert any(line.get("model") == "draft" for line in case.b.forwards())
     assert case.focus.rung is not None
-    held = CONTROLS["hold_path"](case)
+    held = run_control(case, "hold_path")
     assert (held.result, held.detail["bits_equal"]) == ("removed", True), held.said
-    relaxed = CONTROLS["relax"](case)
+    relaxed = run_control(case, "relax")
     assert relaxed.result == "smallest", relaxed.said
     assert all(not each["site"].startswith("draft.") for each in relaxed.detail["smallest"])

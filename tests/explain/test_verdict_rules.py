@@ -22,6 +22,7 @@ from verdict_facts import (
     equal,
     facts,
     found,
+    observed,
     oracle,
     parted,
     read,
@@ -29,7 +30,7 @@ from verdict_facts import (
 )
 
 from detdiff.compare import Finding
-from detdiff.explain.evidence import CONTRADICTIONS, Facts, Recorded
+from detdiff.explain.facts import CONTRADICTIONS, Facts, Recorded
 from detdiff.explain.rules import RULES, TABLE_END, TABLE_START, decide, deciding, table
 from detdiff.explain.verdict import KINDS
 
@@ -52,7 +53,9 @@ def quantised(**results: str) -> Facts:
 
 CASES: dict[str, tuple[Callable[[], Facts], Callable[[], Facts]]] = {
     "nothing": (lambda: Facts(None, why="no request is in both."), lambda: facts(equal())),
+    "served-before": (lambda: facts(fresh="differs"), lambda: facts(fresh="unsteady")),
     "repeat": (lambda: facts(repeat="differs"), lambda: facts(repeat="equal")),
+    "changed": (lambda: facts(repeat="changed"), lambda: facts(repeat="changed", fresh="differs")),
     "bookkeeping": (
         lambda: facts(found(parted(), TRIM)),
         # Changed because the cache was quantised right before is no contradiction.
@@ -64,6 +67,10 @@ CASES: dict[str, tuple[Callable[[], Facts], Callable[[], Facts]]] = {
     ),
     "identical": (
         lambda: facts(equal()),
+        lambda: facts(replace(equal(), identical=False, inconclusive=True)),
+    ),
+    "observed": (
+        lambda: facts(observed(replace(equal(), identical=False, inconclusive=True))),
         lambda: facts(replace(equal(), identical=False, inconclusive=True)),
     ),
     "incomplete": (

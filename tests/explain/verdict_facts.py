@@ -12,7 +12,11 @@ from synthetic_traces import Fault, Plan, together
 from detdiff.compare import Divergence, Finding
 from detdiff.compare.divergence import Acceptance, Proposed, Verification, Verified
 from detdiff.explain import Control
-from detdiff.explain.evidence import Facts, Recorded
+from detdiff.explain.control import Figures
+from detdiff.explain.controls.finite import Finite
+from detdiff.explain.controls.oracle import OracleFound
+from detdiff.explain.controls.pin_kernels import Pinned
+from detdiff.explain.facts import Facts, Recorded
 
 ASKS = (ANCHOR, FOLLOWER, QUIET)
 HELD = "split_rows 1024"
@@ -46,11 +50,30 @@ def read() -> Divergence:
     return run(plan(ASKS), replace(plan(ASKS), forwards=together(ASKS), faults=(fault,)))
 
 
+PINNED: dict[str, Any] = {
+    "how": HELD,
+    "cost": "10 ms a forward instead of 8 ms",
+    "tried": (),
+    "seconds_per_forward": {},
+    "tokens_equal": True,
+    "bits_equal": True,
+}
+
+
 def control(name: str, result: str, **detail: Any) -> Control:
-    return Control(name, result, f"the control {name} gave {result}", 7, 0.25, detail)
+    """With the control's own figures where rules or sentences read them."""
+    kinds: dict[str, type[Figures]] = {"oracle": OracleFound, "hold_path": Pinned, "finite": Finite}
+    own: dict[str, Any] = {"oracle": ORACLE, "hold_path": PINNED}.get(name, {})
+    figures = kinds[name](**{**own, **detail}) if name in kinds else detail
+    return Control(name, result, f"the control {name} gave {result}", 7, 0.25, figures)
 
 
 ORACLE: dict[str, Any] = {
+    **dict.fromkeys(
+        ("origins", "judged", "inside_a", "inside_b", "outside_a", "outside_b", "changed", "not_finite"), 0
+    ),
+    "skipped": {},
+    "pattern": "",
     "nearer": "a",
     "ratio": 0.4,
     "far": None,
@@ -81,7 +104,7 @@ def controls(**results: str | Control) -> dict[str, Control]:
     """Those of a path change whose cause is confirmed, changed by name; ``not_run`` leaves one out."""
     known: dict[str, Control] = {
         "repeat": control("repeat", "equal"),
-        "hold_path": control("hold_path", "removed", how=HELD, cost="10 ms a forward instead of 8 ms"),
+        "hold_path": control("hold_path", "removed"),
         "oracle": control("oracle", "inside", **ORACLE),
     }
     for name, result in results.items():
@@ -107,6 +130,11 @@ def found(divergence: Divergence, *findings: Finding) -> Divergence:
 def asked(divergence: Divergence, **changes: Any) -> Divergence:
     """With other settings in the scenario of run b."""
     return replace(divergence, b=replace(divergence.b, scenario={**divergence.b.scenario, **changes}))
+
+
+def observed(divergence: Divergence) -> Divergence:
+    """With logits of run b that recording changed."""
+    return replace(divergence, b=replace(divergence.b, observer={"equal": False, "forwards": 4}))
 
 
 TRIM = Finding("b", "trim", "anchor", 6, "a trim took 0 of 2 rows off in layers 0-1")

@@ -20,7 +20,7 @@ from detdiff.explain.control import CannotRun
 from .caches import PagedCache
 from .deciding_rows import Place, place
 from .packed import PackedEngine, Snapshot, StopRun
-from .path_changes import Baseline
+from .path_changes import Baseline, baseline
 from .reruns import Changes, Reruns, Run, Watch, rerun
 
 Arrays = tuple[mx.array, ...]
@@ -163,17 +163,6 @@ def grafted(own: Held, other: Held, entries: Sequence[Entry]) -> Held:
     return Held(own.first, *sides)
 
 
-def ranges(positions: Sequence[int]) -> list[list[int]]:
-    """Positions as inclusive ranges."""
-    found: list[list[int]] = []
-    for position in sorted(set(positions)):
-        if found and found[-1][1] == position - 1:
-            found[-1][1] = position
-        else:
-            found.append([position, position])
-    return found
-
-
 Answer = int | bytes
 """The token that is chosen, or a digest of the row where nothing flipped."""
 
@@ -302,3 +291,27 @@ def copied(cache: Any) -> Any:
         elif isinstance(value, list | tuple):
             setattr(found, name, type(value)(handle(v) if isinstance(v, mx.array) else v for v in value))
     return found
+
+
+class Patches:
+    """What the controls ``graft_in`` and ``graft_out`` ask; see their protocol there."""
+
+    def __init__(self, runs: Reruns) -> None:
+        base = baseline(runs)
+        self._moments = {side: moment(runs, side, base) for side in "ab"}
+        self._entries = {side: self._moments[side].entries() for side in "ab"}
+        self.differing = differing(self._entries["a"], self._entries["b"])
+        self.own = {side: self._moments[side].answer({}) for side in "ab"} if self.differing else {}
+        self.ends = {side: max(layer.end for layer in self._entries[side]) for side in "ab"}
+        self.positions = {side: place(runs, side).position for side in "ab"}
+
+    def recurrent(self, side: Side) -> list[int]:
+        return [layer for layer, held in enumerate(self._entries[side]) if not held.keys]
+
+    def answer(self, side: Side, given: Sequence[Entry]) -> Answer:
+        mine, theirs = self._entries[side], self._entries["b" if side == "a" else "a"]
+        changed = {
+            layer: grafted(mine[layer], theirs[layer], [e for e in given if e.layer == layer])
+            for layer in sorted({entry.layer for entry in given})
+        }
+        return self._moments[side].answer(changed)

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
 
 import mlx.core as mx
 
 from detdiff.engines import base
 from detdiff.engines.base import Begin, RunOptions
-from detdiff.errors import EngineRefuses
-from detdiff.scenario import KernelPlan, PathRule, Scenario
+from detdiff.errors import EngineRefuses, OracleRefused
+from detdiff.scenario import Scenario
+from detdiff.trace import Site
 
 from .environment import environment
 from .model import LoadedModel, encode, load
 from .serve import Models
+
+if TYPE_CHECKING:
+    from detdiff.explain.captured import Captured
+    from detdiff.explain.case import Case
+    from detdiff.explain.controls.finite import NotFinite
+    from detdiff.explain.oracle import Operation
+
+    from .cache_patches import Patches
+    from .path_changes import PathTrials
 
 _CAPABILITIES: Final = frozenset(
     {
@@ -26,6 +36,7 @@ _CAPABILITIES: Final = frozenset(
         base.PATCH,
         base.DTYPE,
         base.ORACLE,
+        base.FIRST_NOT_FINITE,
         base.RESUME,
         base.PACKED,
         base.SPECULATION,
@@ -51,6 +62,8 @@ class MlxEngine:
     name: str = "mlx"
     settings: Mapping[str, Any] = field(default_factory=dict)
     capabilities: frozenset[str] = _CAPABILITIES
+    stateless: bool = True
+    """Every run makes its caches anew, so that nothing is left of what was served."""
     _drafts: dict[str, LoadedModel] = field(default_factory=dict)
 
     @property
@@ -85,23 +98,62 @@ class MlxEngine:
     def run(self, scenario: Scenario, begin: Begin, options: RunOptions) -> Mapping[str, Any]:
         from .record import run
 
-        return run(self._overridden(scenario, options), self.models(scenario), begin, options)
+        if options.overrides.patches:
+            raise EngineRefuses(
+                "The mlx engine was asked to put cache entries into a whole recording; expected pin_kernels or dtype. Ask "
+                "cache_patches of the engine, which puts them in before one forward."
+            )
+        return run(scenario, self.models(scenario), begin, options)
 
     def reset(self) -> None:
         self.loaded.staged.clear()
         mx.clear_cache()
 
-    def _overridden(self, scenario: Scenario, options: RunOptions) -> Scenario:
-        overrides = options.overrides
-        for name, given in (("dtype", overrides.dtype), ("patches", overrides.patches)):
-            if given:
-                raise EngineRefuses(
-                    f"The mlx engine was asked for the override {name} in a whole recording; expected pin_kernels alone. Ask "
-                    "the controls of detdiff.engines.mlx for it."
-                )
-        if not overrides.pin_kernels:
-            return scenario
-        return replace(scenario, kernels=KernelPlan(rules=(PathRule(path="rows"),)))
+    @property
+    def stop_tokens(self) -> Collection[int]:
+        """Token ids that end a text."""
+        found: Collection[int] = self.loaded.tokenizer.eos_token_ids
+        return found
+
+    def draft_identity(self, scenario: Scenario) -> Mapping[str, Any]:
+        """The identity of a speculative scenario's draft model."""
+        draft = self.models(scenario).draft
+        return {} if draft is None else draft.identity
+
+    # What controls ask beside recordings. What it takes is loaded then.
+
+    def path_trials(self, case: Case) -> PathTrials:
+        """See ``explain.controls.minimal_change``."""
+        from .path_changes import PathTrials
+        from .reruns import Reruns
+
+        return PathTrials(Reruns.of(case))
+
+    def cache_patches(self, case: Case) -> Patches:
+        """See ``explain.controls.patches``."""
+        from .cache_patches import Patches
+        from .reruns import Reruns
+
+        return Patches(Reruns.of(case))
+
+    def first_not_finite(self, case: Case, side: str) -> NotFinite | None:
+        """See ``explain.controls.finite``."""
+        from .first_not_finite import watched_for_values
+        from .reruns import Reruns
+
+        return watched_for_values(Reruns.of(case), side).found
+
+    def operation(
+        self, site: Site, captured: Captured, request: str, rows: Sequence[int], scenario: Scenario
+    ) -> Operation:
+        """See ``explain.controls.oracle``."""
+        from .oracle_operations import Gathered
+
+        models = self.models(scenario)
+        loaded = models.draft if site.name.startswith("draft.") else models.target
+        if loaded is None:
+            raise OracleRefused("The draft model of the run is not at hand. Judge the target's sites.")
+        return Gathered(loaded.model, captured, site, request, list(rows)).operation()
 
 
 def open_mlx(model: str | None, settings: Mapping[str, Any]) -> MlxEngine:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -13,42 +12,11 @@ import numpy as np
 from detdiff.engines.mlx.taps.forward import Forward
 from detdiff.engines.mlx.taps.sites import Arrays, SiteMap
 from detdiff.explain.case import Side
+from detdiff.explain.controls.finite import NotFinite
 
 from .requests import prepare
 from .reruns import Reruns, rows_of
 from .serve import serve
-
-
-@dataclass(frozen=True)
-class NotFinite:
-    """The first one of a run: ``site`` and ``forward``; ``row`` is its flat place there, and ``padding`` whether that
-    belongs to no request. ``entry`` says that the cache already held one, in a place that the model never wrote so."""
-
-    run: str
-    site: str
-    kind: str
-    forward: int
-    row: int
-    padding: bool
-    request: int | None
-    position: int | None
-    nan: bool
-    entry: str = ""
-
-    @property
-    def said(self) -> str:
-        """In a clause."""
-        what = "a NaN" if self.nan else "an infinity"
-        who = (
-            "a row of padding"
-            if self.padding
-            else f"position {self.position} of request number {self.request}"
-        )
-        cache = f"; the cache held one before: {self.entry}" if self.entry else ""
-        return (
-            f"{self.site} ({self.kind}) gave {what} in run {self.run}, forward {self.forward}, row {self.row} ({who}), from "
-            f"inputs that are finite{cache}"
-        )
 
 
 class Found(Exception):

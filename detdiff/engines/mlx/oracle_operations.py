@@ -15,7 +15,7 @@ from detdiff.engines.mlx.taps.sites import TAPPED, walk
 from detdiff.errors import OracleRefused
 from detdiff.explain.attention_bound import AttentionOperation
 from detdiff.explain.bounds import Copied, Embedding, Linear, Switch, exact_weight, magnitude
-from detdiff.explain.captured import DRAFT, Captured, dtype_of
+from detdiff.explain.captured import DRAFT, Captured
 from detdiff.explain.oracle import Operation
 from detdiff.explain.roundoff import UNIT, Float64, numbers
 from detdiff.explain.row_bounds import Norm, Rope
@@ -242,17 +242,6 @@ class Gathered:
         index = captured.trace.row_index()
         self.positions = index.position[rows].astype(np.int64)
         self._forward = int(index.forward[rows[0]])
-
-    def output(self) -> tuple[Float64, str]:
-        """The outputs (rows, width), and their dtype's name."""
-        if self._site.kind == "cache_write":
-            values = [
-                [self._captured.needed(row, self._site, p) for p in self._site.outputs] for row in self._rows
-            ]
-            joined = np.stack([np.concatenate([v.numbers() for v in each]) for each in values])
-            return joined, dtype_of(values[0][0])
-        found = [self._captured.needed(row, self._site, self._site.outputs[0]) for row in self._rows]
-        return np.stack([value.numbers() for value in found]), dtype_of(found[0])
 
     def operation(self) -> Operation:
         """The operation with its inputs; raises OracleRefused."""

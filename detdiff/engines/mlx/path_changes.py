@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -415,3 +415,61 @@ def trials(runs: Reruns) -> Trials | None:
         _Known(held, doubts.effective, bool(base.target.happened(held))),
         _Known(base.b, base.effective, True),
     )
+
+
+class PathTrials:
+    """What the control ``relax`` asks; see its protocol there."""
+
+    def __init__(self, runs: Reruns) -> None:
+        self.runs, self.base = runs, baseline(runs)
+        self._trials = trials(runs)
+        self.target = self.base.target.said
+        self.candidates = len(self.base.changes.calls)
+        self.effective = sorted(self.base.effective)
+        self.baseline_forwards = self.base.forwards
+
+    @property
+    def remains(self) -> bool:
+        return self._trials is not None and self._trials.held.happened
+
+    @property
+    def held_forwards(self) -> int:
+        return 0 if self._trials is None else self._trials.held.run.forwards
+
+    @property
+    def asked(self) -> int:
+        return 0 if self._trials is None else self._trials.asked
+
+    @property
+    def run(self) -> int:
+        return 0 if self._trials is None else self._trials.run
+
+    @property
+    def forwards(self) -> int:
+        return 0 if self._trials is None else self._trials.forwards
+
+    def happens(self, relaxed: Sequence[Change]) -> bool:
+        assert self._trials is not None
+        return self._trials.happens(relaxed)
+
+    def entry(self, change: Change) -> dict[str, Any]:
+        """A change as JSON values."""
+        base = self.base
+        made_a, made_b = base.changes.made[change]
+        rows = base.changes.calls[change]
+        ids = self.runs.case.ids("b")
+        return {
+            "forward": change.forward,
+            "site": change.site,
+            "path_a": made_a.path.name,
+            "path_b": made_b.path.name,
+            "rule_a": made_a.path.rule,
+            "rule_b": made_b.path.rule,
+            "rows_a": made_a.rows or None,
+            "rows_b": made_b.rows or None,
+            "rows": [
+                {"request": ids[row.request], "position": row.position, "model": row.model}
+                for row in sorted(rows)[:8]
+            ],
+            "row_count": len(rows),
+        }

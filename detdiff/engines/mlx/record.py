@@ -24,9 +24,10 @@ from detdiff.scenario import Scenario
 from detdiff.trace import Trace
 
 from .engine import MlxEngine
+from .path_changes import Held
 from .requests import Work, prepare
 from .run_checks import FirstLogits, compare_logits
-from .serve import Models, OnLogits, Sessions, serve
+from .serve import Models, OnLogits, Sessions, in_dtype, serve
 
 RecordOptions = RunOptions
 
@@ -50,8 +51,17 @@ def record(
 
 def run(scenario: Scenario, models: Models, begin: Begin, options: RunOptions) -> dict[str, Any]:
     """Run ``scenario`` into the writer that ``begin`` gives; what ``finish`` is told. See `base.Engine.run`."""
+    with in_dtype(models, options.overrides.dtype) as models:
+        return _run(scenario, models, begin, options)
+
+
+def _run(scenario: Scenario, models: Models, begin: Begin, options: RunOptions) -> dict[str, Any]:
     work = _prepared(scenario, models)
     sessions = Sessions.of(scenario, models, options.faults)
+    if options.overrides.pin_kernels:
+        for session in (sessions.target, sessions.draft):
+            if session is not None:
+                session.steer(Held(session.operations.chooser.planned))
     # What cannot be recorded is said before there is a trace.
     subject = _subject(scenario, models.target, work, sessions, options)
     total = sum(w.max_tokens for w in work)

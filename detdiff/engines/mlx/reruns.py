@@ -6,7 +6,7 @@ import hashlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import mlx.core as mx
 import numpy as np
@@ -19,9 +19,10 @@ from detdiff.engines.mlx.taps.sites import Arrays, SiteMap
 from detdiff.explain.case import Case, Side
 from detdiff.scenario import KernelPlan, Scenario
 
+from .model import LoadedModel
 from .packed import PackedEngine, Snapshot, StopRun
 from .requests import Work, prepare
-from .serve import Models, Sessions, packed_engine, serve
+from .serve import Sessions, packed_engine, serve
 
 Bytes = NDArray[np.uint8]
 
@@ -254,7 +255,8 @@ class Reruns:
 
     def __init__(self, case: Case) -> None:
         self.case = case
-        self.loaded, self.draft = case.loaded, case.draft
+        self.engine = cast(Any, case.one_engine())
+        self.loaded: LoadedModel = self.engine.loaded
         self._sessions: dict[Any, Sessions] = {}
 
     @classmethod
@@ -265,9 +267,6 @@ class Reruns:
             found = case.known["reruns"] = cls(case)
         return found
 
-    def models(self, scenario: Scenario) -> Models:
-        return Models.of(scenario, self.loaded, self.draft)
-
     def sessions(self, side: Side, plan: KernelPlan | None = None) -> Sessions:
         """Taps on the models of a side under its kernel plan, or another one; kept from re-run to re-run."""
         scenario = self.case.scenario(side)
@@ -275,7 +274,7 @@ class Reruns:
             scenario = replace(scenario, kernels=plan)
         key = (scenario.kernels, scenario.speculation, scenario.schedule.layout, self.case.faults(side))
         if key not in self._sessions:
-            self._sessions[key] = Sessions.of(scenario, self.models(scenario), self.case.faults(side))
+            self._sessions[key] = Sessions.of(scenario, self.engine.models(scenario), self.case.faults(side))
         return self._sessions[key]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
@@ -70,6 +70,24 @@ class Models:
                     f"Request {item.id!r} has {len(item.prompt)} prompt tokens and asks for {item.max_tokens} more; the "
                     f"draft model's context is {limit}. Shorten the prompt, lower max_tokens, or leave out draft."
                 )
+
+
+@contextlib.contextmanager
+def in_dtype(models: Models, wanted: str | None) -> Iterator[Models]:
+    """All floating parameters in a dtype while the block lasts; the very arrays are back afterwards. None: as they are."""
+    if wanted is None:
+        yield models
+        return
+    every = [loaded for loaded in (models.target, models.draft) if loaded is not None]
+    parameters = [loaded.model.parameters() for loaded in every]
+    try:
+        for loaded in every:
+            loaded.model.set_dtype(getattr(mx, wanted))
+        # What kernels made of the weights is of the other dtype.
+        yield Models(*(replace(loaded, staged={}) for loaded in every))
+    finally:
+        for loaded, own in zip(every, parameters, strict=True):
+            loaded.model.update(own)
 
 
 @dataclass(frozen=True)

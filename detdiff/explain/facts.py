@@ -4,15 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import numpy as np
 
 from detdiff.compare.divergence import Divergence, Finding, Origin, RequestDivergence, Verification
-from detdiff.trace import Trace
+from detdiff.trace import Trace, parse_ranges
 
-from .control import Control
+from .control import Control, Figures
 from .verdict import Evidence
+
+if TYPE_CHECKING:
+    from .controls.oracle import OracleFound
+
+F = TypeVar("F", bound=Figures)
+
+KNOWN_CACHES: Final = frozenset(
+    {
+        "KVCache", "QuantizedKVCache", "RotatingKVCache", "BatchKVCache", "BatchRotatingKVCache", "ConcatenateKVCache",
+        "ChunkedKVCache", "ArraysCache", "MambaCache", "PagedCache",
+    }
+)  # fmt: skip
+"""Classes of which it is known which entries they give back. What another one does is not presumed."""
+CACHE_FINDINGS: Final = ("offset", "trim", "cache_changed", "stale")
+"""Contradictions that rest on how a cache counts and keeps its entries."""
 
 CONTRADICTIONS: Final = {
     "offset": "an offset that is not the row's position",
@@ -37,12 +52,13 @@ class Recorded:
 
     ``quantised_a`` and ``quantised_b`` are (position, last forward before it) of each quantisation of a cache, in order.
     ``not_finite`` lists (run, request id, generated index) of the first token in each run that was chosen from logits with
-    a NaN or an infinite top.
+    a NaN or an infinite top. ``unknown`` has the class of each layer's cache of which nothing is known, by layer, of either run.
     """
 
     quantised_a: tuple[tuple[int, int], ...] = ()
     quantised_b: tuple[tuple[int, int], ...] = ()
     not_finite: tuple[tuple[str, str, int], ...] = ()
+    unknown: Mapping[int, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, a: Trace, b: Trace) -> Recorded:
@@ -51,6 +67,7 @@ class Recorded:
             _quantised(a),
             _quantised(b),
             tuple(found for run, trace in (("a", a), ("b", b)) for found in _not_finite(run, trace)),
+            {**_unknown(a), **_unknown(b)},
         )
 
 
@@ -76,6 +93,17 @@ def _quantised(trace: Trace) -> tuple[tuple[int, int], ...]:
     )
 
 
+def _unknown(trace: Trace) -> dict[int, str]:
+    """Layers whose caches are of a class that is not known."""
+    found: dict[int, str] = {}
+    for line in trace.forwards():
+        for note in line.get("caches", ()):
+            if note["kind"] not in KNOWN_CACHES:
+                for layers in parse_ranges(note["layers"], 1 << 31):
+                    found.update(dict.fromkeys(layers, str(note["kind"])))
+    return found
+
+
 def _not_finite(run: str, trace: Trace) -> Iterator[tuple[str, str, int]]:
     generated = trace.generated(lens=False)
     if not generated.top_logits.size:
@@ -95,16 +123,24 @@ class Facts:
     recorded: Recorded = field(default_factory=Recorded)
     controls: Mapping[str, Control] = field(default_factory=dict)
     why: str = ""
+    stateless: bool = True
+    """Whether the engines say that their runs share nothing."""
+
+    def figures(self, kind: type[F]) -> F | None:
+        """What the control whose results are of this kind found out."""
+        return next((c.detail for c in self.controls.values() if isinstance(c.detail, kind)), None)
+
+    @property
+    def oracle(self) -> OracleFound | None:
+        """What the oracle found."""
+        from .controls.oracle import OracleFound
+
+        return self.figures(OracleFound)
 
     def result(self, control: str) -> str:
         """A control's result; ``not_run`` for one that was not asked for."""
         found = self.controls.get(control)
         return "not_run" if found is None else found.result
-
-    def detail(self, control: str, key: str, default: Any = None) -> Any:
-        """A figure of a control's detail."""
-        found = self.controls.get(control)
-        return default if found is None else found.detail.get(key, default)
 
     @property
     def parted(self) -> tuple[RequestDivergence, ...]:
@@ -129,7 +165,36 @@ class Facts:
         if self.divergence is None:
             return ()
         findings = (*self.divergence.bookkeeping, *self.divergence.workload)
-        return tuple(f for f in findings if f.what in CONTRADICTIONS and not self._quantises(f))
+        return tuple(
+            f
+            for f in findings
+            if f.what in CONTRADICTIONS
+            and not self._quantises(f)
+            and not (self.unknown and f.what in CACHE_FINDINGS)
+        )
+
+    @property
+    def unknown(self) -> tuple[str, ...]:
+        """What is not recorded of caches, as clauses; nothing is presumed of what they give back."""
+        if self.divergence is None:
+            return ()
+        layers: dict[str, list[int]] = {}
+        for layer, kind in sorted(self.recorded.unknown.items()):
+            layers.setdefault(kind, []).append(layer)
+        found = [
+            f"the cache of layer{'s' * (len(of) > 1)} {', '.join(map(str, of))} is not known: class {kind}"
+            for kind, of in layers.items()
+        ]
+        said = [run.lacks["cache"] for run in (self.divergence.a, self.divergence.b) if "cache" in run.lacks]
+        return tuple(dict.fromkeys(said or found))
+
+    @property
+    def observed(self) -> tuple[str, ...]:
+        """The runs whose logits were changed by recording them."""
+        if self.divergence is None:
+            return ()
+        runs = (("a", self.divergence.a), ("b", self.divergence.b))
+        return tuple(run for run, found in runs if found.observer.get("equal") is False)
 
     def _quantises(self, finding: Finding) -> bool:
         """Whether the cache was quantised right before the forward that saw it changed."""
@@ -219,7 +284,9 @@ class Facts:
         return tuple(
             (request.id, request.origin)
             for request in self.parted
-            if request.origin is not None and request.origin.how in ("changed", "visible")
+            if request.origin is not None
+            and request.origin.how in ("changed", "visible")
+            and request.origin.layer not in self.recorded.unknown
         )
 
     def evidence(self) -> tuple[Evidence, ...]:
@@ -239,6 +306,14 @@ def _evidence(facts: Facts) -> Iterator[Evidence]:
         f"{c.requests:,} requests, {c.rows:,} rows and {c.digests:,} digests were compared; {c.differing:,} differ",
         figures,
     )
+    for run in facts.observed:
+        yield Evidence(
+            "observed",
+            f"recording changed the logits of run {run}: its first forwards, run again without recording, gave others",
+            {"run": run},
+        )
+    for what in facts.unknown:
+        yield Evidence("unknown_cache", what)
     for finding in facts.contradictions:
         where = {
             "run": finding.run,

@@ -2,45 +2,96 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import Any, Final
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 
-from detdiff.engines.mlx.oracle_operations import Gathered
+from detdiff.engines.base import ORACLE, VALUES
 from detdiff.errors import OracleRefused
 from detdiff.scenario import Capture, Scenario
-from detdiff_kernels import UnsupportedFormat
+from detdiff.trace import Site
 
-from .arithmetic import Arithmetic
-from .captured import DRAFT, Captured
-from .case import Case
-from .control import Control
-from .judged import Judged, Scores
-from .oracle import judge
-from .origins import Born, origins
-from .pattern import pattern
+from ..case import Case, Side
+from ..control import CannotRun, Figures, Outcome, control
+
+if TYPE_CHECKING:
+    # The kernels' orders, which bounds are read from, are loaded when they are asked for.
+    from ..captured import Captured
+    from ..judged import Scores
+    from ..oracle import Operation
+    from ..origins import Born
 
 AT_MOST: Final = 40
 """Origins that are judged, if there are more: the first of each site kind and path pair, then evenly spread ones."""
 LARGEST: Final = 8
-_LOOKED_AT: Final = 1000
 """Further ones: those with the largest differences among what was captured for the others."""
+_LOOKED_AT: Final = 1000
 
 
-def oracle(case: Case, at_most: int = AT_MOST) -> Control:
+@dataclass(frozen=True, eq=False)
+class OracleFound(Figures):
+    """Of ``origins`` origins ``judged`` were judged: rows inside and outside on each side, ``changed`` cache reads.
+
+    ``nearer`` is the side nearer to float64 and ``ratio`` a's error over b's; ``far`` a side that is far worse, by an error
+    of the size of a lower precision; ``precision`` what operands of lower precision explain; ``pattern`` which rows are
+    outside, in words; ``outside_where`` the first of them; ``pairs`` the figures of each site kind and path pair.
+    """
+
+    origins: int
+    judged: int
+    inside_a: int
+    inside_b: int
+    outside_a: int
+    outside_b: int
+    changed: int
+    not_finite: int
+    skipped: Mapping[str, int]
+    nearer: str | None
+    ratio: float | None
+    pairs: Sequence[Mapping[str, Any]]
+    far: Mapping[str, Any] | None
+    precision: Mapping[str, Any] | None
+    pattern: str
+    outside_where: Sequence[Mapping[str, Any]]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(vars(self))
+
+
+class KnowsOperations(Protocol):
+    """What an engine with the capability ``oracle`` has."""
+
+    def operation(
+        self, site: Site, captured: Captured, request: str, rows: Sequence[int], scenario: Scenario
+    ) -> Operation:
+        """What ``site`` was given in ``rows`` of a captured run, with the parameters of its module.
+
+        Raises OracleRefused where the module's arithmetic is not known.
+        """
+
+
+@control("oracle", after="fresh", needs=(ORACLE, VALUES))
+def oracle(case: Case) -> Outcome:
     """Judge the origins of a case on both sides, in units of the rounding bound of each side's path.
 
-    ``at_most`` origins, spread over all of them, are judged, and the largest beside them. Result ``inside``, ``outside`` or ``not_run``. Costs one re-run of each side, which captures the values.
+    Result ``inside`` or ``outside``. Costs one re-run of each side, which captures the values.
     """
-    started = time.perf_counter()
+    return judged(case, AT_MOST)
+
+
+def judged(case: Case, at_most: int) -> Outcome:
+    """The same on ``at_most`` origins, spread over all of them, and the largest beside them. Raises CannotRun."""
+    from ..judged import Scores
+    from ..origins import origins
+    from ..pattern import pattern
+
     born = origins(case.a, case.b)
     if not born:
-        return _not_run("no operation was found whose inputs are equal and whose outputs are not", started)
+        raise CannotRun("no operation was found whose inputs are equal and whose outputs are not")
     chosen = sample(born, at_most)
-    scores, forwards = Scores(len(born)), 0
+    scores = Scores(len(born))
     for each in chosen:
         if each.site.kind == "cache_read":
             scores.changed(each)
@@ -49,26 +100,17 @@ def oracle(case: Case, at_most: int = AT_MOST) -> Control:
         if each.how == "composite":
             scores.skip(each, "composites have no bound of one operation")
     if plain:
-        sides = [
-            _captured(case, scenario, side, plain)
-            for side, scenario in (("a", case.scenario_a), ("b", case.scenario_b))
-        ]
-        forwards = sum(len(side.trace.forwards()) for side in sides)
+        sides = [_captured(case, side, plain) for side in "ab"]
         again = _again(sides, born)
         if again is not None:
-            return _not_run(again, started, forwards)
+            raise CannotRun(again)
         taken = {id(each) for each in plain}
         plain += [each for each in _largest(born, sides) if id(each) not in taken]
         for group in _groups(plain):
             _judge(case, sides, group, scores)
     worst = scores.first_outside()
     affected = "" if worst is None else pattern(case.a, case.b, worst.born.site.name, worst.run)
-    detail = scores.detail(affected)
-    return Control("oracle", scores.result, scores.said(), forwards, time.perf_counter() - started, detail)
-
-
-def _not_run(why: str, started: float, forwards: int = 0) -> Control:
-    return Control("oracle", "not_run", why, forwards, time.perf_counter() - started, {})
+    return Outcome(scores.result, scores.said(), OracleFound(**scores.detail(affected)))
 
 
 def sample(born: Sequence[Born], at_most: int = AT_MOST) -> list[Born]:
@@ -86,8 +128,11 @@ def sample(born: Sequence[Born], at_most: int = AT_MOST) -> list[Born]:
     return [born[place] for place in sorted(places)]
 
 
-def _captured(case: Case, scenario: Scenario, side: str, chosen: Sequence[Born]) -> Captured:
+def _captured(case: Case, side: Side, chosen: Sequence[Born]) -> Captured:
     """A re-run that keeps the values of the chosen sites, and the cache entries that they need."""
+    from ..captured import DRAFT, Captured
+
+    scenario = case.scenario(side)
     layers = {
         (each.site.layer, each.site.name.startswith(DRAFT))
         for each in chosen
@@ -113,6 +158,8 @@ def _captured(case: Case, scenario: Scenario, side: str, chosen: Sequence[Born])
 
 def _again(sides: Sequence[Captured], born: Sequence[Born]) -> str | None:
     """Why the captured re-runs are not those that are asked about; None where they are."""
+    from ..origins import origins
+
     found = {
         (each.site.name, each.request, each.position) for each in origins(sides[0].trace, sides[1].trace)
     }
@@ -168,17 +215,23 @@ def _groups(chosen: Sequence[Born]) -> Iterator[list[Born]]:
 
 
 def _judge(case: Case, sides: Sequence[Captured], group: list[Born], scores: Scores) -> None:
+    from detdiff_kernels import UnsupportedFormat
+
+    from ..arithmetic import Arithmetic
+    from ..judged import Judged
+    from ..oracle import judge
+
     first = group[0]
     try:
         found = []
         operation = None
         both = ([each.row_a for each in group], [each.row_b for each in group])
-        for captured, call, rows in zip(sides, (first.call_a, first.call_b), both, strict=True):
-            gathered = Gathered(
-                _model(case, first.site.name.startswith(DRAFT)), captured, first.site, first.request, rows
+        for name, captured, call, rows in zip("ab", sides, (first.call_a, first.call_b), both, strict=True):
+            engine: Any = case.engine(name)
+            operation = operation or engine.operation(
+                first.site, captured, first.request, rows, case.scenario(name)
             )
-            operation = operation or gathered.operation()
-            output, dtype = gathered.output()
+            output, dtype = captured.output(first.site, rows)
             backend = str(captured.trace.header["environment"].get("backend", "cpu"))
             arithmetic = Arithmetic(call.path or "native", dtype, backend, call.rows)  # type: ignore[arg-type]
             found.append((output, arithmetic, judge(operation, output, arithmetic)))
@@ -187,11 +240,3 @@ def _judge(case: Case, sides: Sequence[Captured], group: list[Born], scores: Sco
     except (OracleRefused, UnsupportedFormat) as error:
         for each in group:
             scores.skip(each, str(error).partition(". ")[0])
-
-
-def _model(case: Case, draft: bool) -> Any:
-    if not draft:
-        return case.loaded.model
-    if case.draft is None:
-        raise OracleRefused("The draft model of the run is not at hand. Judge the target's sites.")
-    return case.draft.model

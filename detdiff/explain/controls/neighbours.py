@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,13 +11,37 @@ from detdiff.compare import CacheEntry, Composition, Origin, RequestDivergence, 
 from detdiff.scenario import Request, Scenario
 from detdiff.trace import Trace
 
-from .case import Case, Side
-from .control import CannotRun
-from .outcome import Outcome
+from ..case import Case, Side
+from ..control import CannotRun, Figures, Outcome, control
 
 SEED = 4
 
 
+@dataclass(frozen=True, eq=False)
+class Neighboured(Figures):
+    """What changed of ``request`` first: ``where`` in words, a site with ``composition``, or a token or a cache entry.
+
+    ``forwards_alike`` of ``forwards`` were looked at: those of the same composition. ``entry`` is the first changed cache
+    entry.
+    """
+
+    side: Side
+    request: str
+    forwards_alike: int | None = None
+    forwards: int | None = None
+    where: str | None = None
+    site: str | None = None
+    kind: str | None = None
+    layer: int | None = None
+    head: int | None = None
+    position: int | None = None
+    forward: int | None = None
+    composition: tuple[Mapping[str, Any], ...] | None = None
+    entry_kind: str | None = None
+    entry: Mapping[str, Any] | None = None
+
+
+@control("neighbour_content", after="hold_path")
 def neighbour_content(case: Case) -> Outcome:
     """Other text of the same length for all requests but one: nothing of that one may change.
 
@@ -42,18 +66,19 @@ def neighbour_content(case: Case) -> Outcome:
     others = "the other request" if more == 1 else f"the other {more} requests"
     if first is None:
         said = f"with other text of the same length in {others} of side {side}, no bit of {id} changed in the first {alike} forwards"
-        return Outcome("equal", said, detail)
+        return Outcome("equal", said, Neighboured(**detail))
     detail |= first
     if first.get("kind") == "switch":
         said = (
             f"with other text in {others} of side {side}, {id} changed first at the expert layer {first['where']}, whose "
             "calls hold the rows of all requests that chose an expert"
         )
-        return Outcome("undecided", said, detail)
+        return Outcome("undecided", said, Neighboured(**detail))
     said = f"with other text of the same length in {others} of side {side}, {id} changed, first at {first['where']}"
-    return Outcome("differs", said, detail)
+    return Outcome("differs", said, Neighboured(**detail))
 
 
+@control("neighbour_length", after="graft_out")
 def neighbour_length(case: Case) -> Outcome:
     """The other requests one token shorter (longer, where they have one). Result ``equal`` or ``differs``: shapes change,
     so kernels may, and only together with ``neighbour_content`` does it say anything."""
@@ -70,9 +95,10 @@ def neighbour_length(case: Case) -> Outcome:
     detail: dict[str, Any] = {"side": side, "request": id}
     first = _first(found, None)
     if found.rung is None or first is None:
-        return Outcome("equal", f"with the other requests one token shorter, no bit of {id} changed", detail)
+        said = f"with the other requests one token shorter, no bit of {id} changed"
+        return Outcome("equal", said, Neighboured(**detail))
     said = f"with the other requests one token shorter, {id} changed, first at {first['where']}"
-    return Outcome("differs", said, detail | first)
+    return Outcome("differs", said, Neighboured(**detail, **first))
 
 
 def _subject(case: Case) -> tuple[Side, str]:
@@ -99,8 +125,9 @@ def _changed(
     keep_length: bool,
 ) -> Scenario:
     trace, scenario = case.trace(side), case.scenario(side)
-    size = case.loaded.identity.get("vocab_size") or max(max(r["tokens"]) for r in trace.requests) + 1
-    stops = set(case.loaded.tokenizer.eos_token_ids)
+    engine = case.engine(side)
+    size = engine.identity.get("vocab_size") or max(max(r["tokens"]) for r in trace.requests) + 1
+    stops = set(getattr(engine, "stop_tokens", ()))
     random_ = random.Random(SEED)
     usable = [token for token in range(int(size)) if token not in stops]
 

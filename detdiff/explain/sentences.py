@@ -4,11 +4,49 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from .evidence import Facts, seen
+from .controls.finite import Finite
+from .controls.neighbours import Neighboured
+from .controls.oracle import OracleFound
+from .controls.pin_kernels import Pinned
+from .controls.repeat import Repeated
+from .facts import Facts, seen
 
 
 def say_nothing(facts: Facts) -> str:
     return f"Nothing can be said: nothing could be compared. {facts.why}"
+
+
+def _oracle(facts: Facts) -> OracleFound:
+    found = facts.oracle
+    assert found is not None
+    return found
+
+
+def _pattern(facts: Facts) -> str:
+    return "" if facts.oracle is None else facts.oracle.pattern
+
+
+def say_served(facts: Facts) -> str:
+    return (
+        "It depends on what was served before, and on nothing that the two sides differ in as far as is known. "
+        f"{_said(facts, 'fresh')}"
+    )
+
+
+def say_changed(facts: Facts) -> str:
+    return (
+        "The code or the machine changed since the trace was recorded: it is not repeated, and what was run in its place repeats "
+        f"itself, so this is no run-to-run change. {_said(facts, 'repeat')}"
+    )
+
+
+def say_observed(facts: Facts) -> str:
+    runs = " and ".join(facts.observed)
+    again = _said(facts, "repeat")
+    return (
+        f"Nothing that was compared differs, but recording changed the logits of run{'s' * (len(facts.observed) > 1)} {runs}: its "
+        f"first forwards, run again without recording, gave others.{f' {again}' if again else ''}"
+    )
 
 
 def say_race(facts: Facts) -> str:
@@ -33,7 +71,8 @@ def say_contradiction(facts: Facts) -> str:
 
 
 def say_not_finite(facts: Facts) -> str:
-    found = facts.detail("finite", "first")
+    finite = facts.figures(Finite)
+    found = None if finite is None else finite.first
     same = "Values that are not finite count as different even where both runs have them."
     if found is not None:
         row = "a row of padding" if found["padding"] else "a real row"
@@ -84,7 +123,15 @@ def say_sampling(facts: Facts) -> str:
 
 
 def say_leak(facts: Facts) -> str:
-    where = facts.detail("neighbour_content", "where")
+    content = next(
+        (
+            c.detail
+            for c in (facts.controls.get("neighbour_content"),)
+            if c and isinstance(c.detail, Neighboured)
+        ),
+        None,
+    )
+    where = None if content is None else content.where
     at = f" First at {where}." if where else ""
     return (
         "A leak between requests: other text of the neighbours, of the same length, changed a request that is not theirs. "
@@ -99,7 +146,7 @@ def say_read_otherwise(facts: Facts) -> str:
         if origin.how == "changed"
         else "every cache entry up to this row was written alike in both runs and the row read others: a mask, an offset or a length"
     )
-    pattern = facts.detail("oracle", "pattern") or "; ".join(_chunks(facts, request))
+    pattern = _pattern(facts) or "; ".join(_chunks(facts, request))
     return (
         f"A fault of the cache or its mask at {origin.site}, position {origin.position} of {request}, forward {origin.forward_a} "
         f"in a and {origin.forward_b} in b: {how}.{f' Affected: {pattern}.' if pattern else ''}"
@@ -118,13 +165,14 @@ def _chunks(facts: Facts, id: str) -> Iterator[str]:
 
 
 def say_outside(facts: Facts) -> str:
-    found = (facts.detail("oracle", "outside_where") or [{}])[0]
-    pattern = facts.detail("oracle", "pattern")
+    oracle = facts.oracle
+    found = oracle.outside_where[0] if oracle is not None and oracle.outside_where else {}
+    pattern = _pattern(facts)
     return f"Not rounding: {found.get('said', _said(facts, 'oracle'))}.{f' Affected: {pattern}.' if pattern else ''}"
 
 
 def say_precision(facts: Facts) -> str:
-    found = facts.detail("oracle", "precision")
+    found = _oracle(facts).precision or {}
     return (
         f"Precision, not order: {found['said']}. {_change(facts)} {_held_how(facts)} The size of the error is that of the "
         "operands' precision; no order of a float32 sum gives it."
@@ -132,7 +180,7 @@ def say_precision(facts: Facts) -> str:
 
 
 def say_worse(facts: Facts) -> str:
-    far = facts.detail("oracle", "far")
+    far = _oracle(facts).far or {}
     return (
         f"Rounding, and one path is far worse than the other: run {far['worse']} ({far['path']}) is {far['ratio']:.3g} times as far "
         f"from float64 as the other, an error of the size of {far['precision']}: sums in less precision than they need. {_change(facts)} "
@@ -141,7 +189,7 @@ def say_worse(facts: Facts) -> str:
 
 
 def say_path(facts: Facts) -> str:
-    nearer = facts.detail("oracle", "nearer", "equal")
+    nearer = _oracle(facts).nearer or "equal"
     which = "neither is nearer to float64" if nearer == "equal" else f"run {nearer} is nearer to float64"
     return f"Rounding: {_change(facts)} {_held_how(facts)} Both paths stay inside their rounding bounds, and {which}."
 
@@ -151,7 +199,8 @@ def say_undetermined(facts: Facts) -> str:
 
 
 def _held_how(facts: Facts) -> str:
-    how = facts.detail("hold_path", "how") or "one path for every number of rows"
+    pinned = facts.figures(Pinned)
+    how = (pinned and pinned.how) or "one path for every number of rows"
     return f"Held ({how}), nothing differs."
 
 
@@ -183,11 +232,11 @@ def _sentence(words: str) -> str:
 
 
 def advise_path(facts: Facts) -> str:
-    how = (
-        facts.detail("hold_path", "how")
-        or "one kernel path for every number of rows (split_rows above every forward's rows)"
+    pinned = facts.figures(Pinned)
+    how = (pinned and pinned.how) or (
+        "one kernel path for every number of rows (split_rows above every forward's rows)"
     )
-    cost = facts.detail("hold_path", "cost")
+    cost = pinned and pinned.cost
     more = f" Here that cost: {cost}." if cost else ""
     return (
         f"Where the text must not depend on the batch, hold the path: {how}.{more} `detdiff probe` measures on your machine at "
@@ -196,12 +245,12 @@ def advise_path(facts: Facts) -> str:
 
 
 def advise_worse(facts: Facts) -> str:
-    far = facts.detail("oracle", "far")
+    far = _oracle(facts).far or {}
     return f"Let {far['path']} sum in float32, or keep to the path of the other run: {advise_path(facts)}"
 
 
 def advise_precision(facts: Facts) -> str:
-    found = facts.detail("oracle", "precision")
+    found = _oracle(facts).precision or {}
     return (
         f"Turn the lower precision off on the side of run {found['run']} (a flag such as MLX_ENABLE_TF32, or the kernel's own "
         f"choice), or accept it on both: {advise_path(facts)}"
@@ -215,12 +264,38 @@ def advise_race(facts: Facts) -> str:
     )
 
 
+def advise_served(facts: Facts) -> str:
+    return (
+        "Look for what outlives a run: a prefix cache, buffers that are read before they are written, what is tuned or compiled "
+        "on first use. Compare the two sides on engines that have served the same, or nothing."
+    )
+
+
+def advise_changed(facts: Facts) -> str:
+    return "Record both sides again with the code of today, and compare those."
+
+
+def advise_observed(facts: Facts) -> str:
+    repeated = facts.figures(Repeated)
+    if repeated is None or facts.result("repeat") == "equal":
+        return "Record the run again with fewer sites; what recording changes is a fault of the recording, not of the model."
+    return advise_race(facts)
+
+
 def advise_bug(facts: Facts) -> str:
     return "Do not look at this as numerics: neither a tolerance nor a held path makes it right, even where a held path hides it."
 
 
 def advise_policy(facts: Facts) -> str:
     return "Give both sides the same settings, or quantise the cache at the same position, and compare again."
+
+
+def left_out(facts: Facts) -> tuple[str, ...]:
+    """What the traces do not show, with the engines' reasons."""
+    if facts.divergence is None:
+        return ()
+    runs = (facts.divergence.a, facts.divergence.b)
+    return tuple(dict.fromkeys((*facts.unknown, *(why for run in runs for why in run.lacks.values()))))
 
 
 def missing(facts: Facts) -> tuple[str, ...]:
@@ -243,6 +318,7 @@ def missing(facts: Facts) -> tuple[str, ...]:
             found.append(f"the control {control} ({why})")
         elif result != wanted:
             found.append(f"the control {control} gave {result}, not {wanted}")
+    found += [what for what in left_out(facts) if what not in found]
     if facts.quantised_apart and facts.result("policy") != "removed":
         found.append("that the difference goes with the cache's quantisation (control policy)")
     return tuple(found)

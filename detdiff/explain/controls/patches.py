@@ -1,0 +1,185 @@
+"""The controls ``graft_in`` and ``graft_out``: cache entries of one run in the other, right before the flip's forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from detdiff.engines.base import PATCH
+
+from ..case import Case, Side
+from ..control import BudgetSpent, Figures, Outcome, control
+from ..smallest import by_groups, ranges
+
+TRIALS = 256
+"""Trials at most in a search for the smallest set; each is one forward."""
+
+Answer = int | bytes
+"""The token that is chosen, or a digest of the row where nothing flipped."""
+
+
+class Entry(Protocol):
+    """A cache entry by layer, kind (``K`` or ``V``), head and position: a tuple of the four."""
+
+    @property
+    def layer(self) -> int: ...
+    @property
+    def kind(self) -> str: ...
+    @property
+    def head(self) -> int: ...
+    @property
+    def position(self) -> int: ...
+
+
+class Patches(Protocol):
+    """Both sides right before the forward that decides, as an engine with the capability ``patch`` gives them.
+
+    ``differing`` are the entries of positions that both hold whose bits differ; ``own`` is what each side decides as it is,
+    empty where nothing differs; ``ends`` are the positions that each holds; ``positions`` those of the deciding row.
+    """
+
+    differing: Sequence[Any]
+    own: Mapping[Side, Answer]
+    ends: Mapping[Side, int]
+    positions: Mapping[Side, int]
+
+    def recurrent(self, side: Side) -> list[int]:
+        """Layers whose state has no positions, so that it stays each run's own."""
+
+    def answer(self, side: Side, given: Sequence[Any]) -> Answer:
+        """What ``side`` decides with these entries of the other run. Raises BudgetSpent."""
+
+
+class PatchesCache(Protocol):
+    """An engine with the capability ``patch``."""
+
+    def cache_patches(self, case: Case) -> Patches:
+        """Raises CannotRun."""
+
+
+@dataclass(frozen=True, eq=False)
+class Patched(Figures):
+    """``carriers`` entries differ at the deciding row's ``position``; the smallest set that works has ``entries`` of these
+    ``layers``, ``kinds``, ``heads`` and ``positions`` (inclusive ranges), and is ``exact`` where no smaller one was left to
+    try. ``smallest`` lists at most 64 of it."""
+
+    carriers: int
+    position: int
+    not_grafted: tuple[int, ...] | None = None
+    positions_held: Mapping[Side, int] | None = None
+    smallest: tuple[tuple[Any, ...], ...] | None = None
+    entries: int | None = None
+    layers: tuple[int, ...] | None = None
+    kinds: tuple[str, ...] | None = None
+    heads: tuple[int, ...] | None = None
+    positions: tuple[tuple[int, int], ...] | None = None
+    exact: bool | None = None
+    trials: int | None = None
+
+
+class _Enough(Exception):
+    """The trials are used up."""
+
+
+@control("graft_in", after="relax", needs=(PATCH,))
+def patch_in(case: Case) -> Outcome:
+    """Run a's carriers in b. Result ``removed`` (b then decides as a did), ``remains``, ``no_carriers``, or ``no_effect``
+    where carriers differ and both decide alike."""
+    return _patch(case, "b", ("removed", "remains"))
+
+
+@control("graft_out", after="graft_in", needs=(PATCH,))
+def patch_out(case: Case) -> Outcome:
+    """Run b's carriers in a. Result ``reproduced`` (a then decides as b did), ``not_reproduced``, ``no_carriers`` or
+    ``no_effect``."""
+    return _patch(case, "a", ("reproduced", "not_reproduced"))
+
+
+def _patches(case: Case) -> Patches:
+    engine: Any = case.one_engine()
+    if "patches" not in case.known:
+        case.known["patches"] = engine.cache_patches(case)
+    found: Patches = case.known["patches"]
+    return found
+
+
+def _patch(case: Case, side: Side, results: tuple[str, str]) -> Outcome:
+    pair = _patches(case)
+    other = "b" if side == "a" else "a"
+    what = (
+        f"the flip of {case.focus.id}" if case.focus.flip is not None else f"the parting of {case.focus.id}"
+    )
+    figures: dict[str, Any] = {"carriers": len(pair.differing), "position": pair.positions[side]}
+    states = pair.recurrent(side)
+    if states:
+        figures["not_grafted"] = tuple(states)
+    if pair.ends["a"] != pair.ends["b"]:
+        figures["positions_held"] = dict(pair.ends)
+    if not pair.differing:
+        said = f"every cache entry that {case.focus.id} could read before the forward of the flip is equal in both runs"
+        return Outcome("no_carriers", said, Patched(**figures))
+    if pair.own["a"] == pair.own["b"]:
+        said = f"{len(pair.differing)} cache entries differ, and the deciding row of {case.focus.id} gives the same bits in both runs"
+        return Outcome("no_effect", said, Patched(**figures))
+    wanted = pair.own[other]
+    took = f"{len(pair.differing)} differing cache entries of {other} in {side}"
+    if pair.answer(side, pair.differing) != wanted:
+        said = f"with all {took}, {side} still decides otherwise than {other}: {what} is not in {_patched(states)} alone"
+        return Outcome(results[1], said, Patched(**figures))
+    best, exact, trials = _smallest(pair, side, wanted)
+    positions = tuple((first, last) for first, last in ranges([entry.position for entry in best]))
+    layers = tuple(sorted({entry.layer for entry in best}))
+    figures |= {
+        "smallest": tuple(tuple(entry) for entry in best[:64]),
+        "entries": len(best),
+        "layers": layers,
+        "kinds": tuple(sorted({entry.kind for entry in best})),
+        "heads": tuple(sorted({entry.head for entry in best})),
+        "positions": positions,
+        "exact": exact,
+        "trials": trials,
+    }
+    happens = "appears" if side == "a" else "is gone"
+    few = "these suffice" if exact else "the search ended with these"
+    said = (
+        f"with {took}, {what} {happens}; {few}: {len(best)} entr{'y' if len(best) == 1 else 'ies'} of layer"
+        f"{'' if len(layers) == 1 else 's'} {_spans(ranges(layers))} at position"
+        f"{'' if len({e.position for e in best}) == 1 else 's'} {_spans(positions)}"
+    )
+    return Outcome(results[0], said, Patched(**figures))
+
+
+def _smallest(pair: Patches, side: Side, wanted: Answer) -> tuple[list[Any], bool, int]:
+    best = list(pair.differing)
+    known: dict[frozenset[Entry], bool] = {}
+
+    def works(some: Sequence[Entry]) -> bool:
+        nonlocal best
+        key = frozenset(some)
+        if key not in known:
+            if len(known) >= TRIALS:
+                raise _Enough
+            known[key] = pair.answer(side, some) == wanted
+        if known[key] and len(some) < len(best):
+            best = list(some)
+        return known[key]
+
+    keys: tuple[Callable[[Entry], object], ...] = (
+        lambda entry: entry.layer,
+        lambda entry: entry.position,
+        lambda entry: (entry.layer, entry.position, entry.kind),
+    )
+    try:
+        return by_groups(pair.differing, keys, works), True, len(known)
+    except (_Enough, BudgetSpent):
+        return best, False, len(known)
+
+
+def _patched(states: Sequence[int]) -> str:
+    return f"the keys and values (layers {_spans(ranges(states))} are recurrent)" if states else "the cache"
+
+
+def _spans(spans: Sequence[Sequence[int]]) -> str:
+    shown = [str(first) if first == last else f"{first}-{last}" for first, last in spans[:6]]
+    return ", ".join(shown) + (f" and {len(spans) - 6} more" if len(spans) > 6 else "")

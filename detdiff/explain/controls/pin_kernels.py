@@ -1,0 +1,129 @@
+"""The control ``hold_path``: one kernel path for every number of rows, on both sides."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from detdiff.compare import Divergence, RequestDivergence, compare
+from detdiff.engines.base import KERNEL_PLAN, PIN_KERNELS, Overrides
+from detdiff.scenario import Scenario
+from detdiff.trace import Trace
+
+from ..case import Case, Side
+from ..control import CannotRun, Figures, Outcome, control
+
+
+@dataclass(frozen=True, eq=False)
+class Pinned(Figures):
+    """``how`` the paths were pinned and what that costs, in words; ``tried`` has each way that was tried.
+
+    ``seconds_per_forward`` is by side (as it is, pinned).
+    """
+
+    how: str
+    cost: str
+    tried: tuple[Mapping[str, Any], ...]
+    seconds_per_forward: Mapping[Side, tuple[float, float]]
+    tokens_equal: bool
+    bits_equal: bool
+
+
+@control("hold_path", after="policy")
+def pin_kernels(case: Case) -> Outcome:
+    """First the kernel plan's own way (``split_rows`` above every forward's rows), then every call as its single rows are.
+
+    Result ``removed`` where both sides then give the same tokens, and every compared row is bit-equal, else ``remains``.
+    """
+    if not any(request.rung is not None for request in case.divergence.requests):
+        raise CannotRun("the two runs do not part")
+    tried: list[dict[str, Any]] = []
+    rows = max(_rows(case.trace(side)) for side in "ab")
+    if _splits(case):
+        split = 1 << (rows - 1).bit_length() if rows > 1 else 2
+        how = f"split_rows {split}, above every forward's {rows} rows, so that linear layers run row by row"
+        traces = {side: case.record(_with_split(case.scenario(side), split), side) for side in "ab"}
+        tried.append(_entry("split_rows", traces) | {"split_rows": split})
+        if tried[-1]["tokens_equal"] and tried[-1]["bits_equal"]:
+            return _outcome(case, how, traces, tried)
+    lacking = case.lacking((PIN_KERNELS,))
+    if lacking is not None:
+        raise CannotRun(lacking)
+    pinned = Overrides(pin_kernels=True)
+    traces = {side: case.record(case.scenario(side), side, overrides=pinned) for side in "ab"}
+    tried.append(_entry("single rows", traces))
+    return _outcome(
+        case, "every linear, expert and attention call on the path that a single row takes", traces, tried
+    )
+
+
+def _splits(case: Case) -> bool:
+    """Whether the kernel plans of both sides have a threshold that can be raised."""
+    plans = [case.scenario(side).kernels for side in "ab"]
+    plain = all(plan.profile is not None or plan.split_rows is not None for plan in plans)
+    return plain and not any(plan.rules for plan in plans) and case.lacking((KERNEL_PLAN,)) is None
+
+
+def _rows(trace: Trace) -> int:
+    shapes = [line["shape"] for line in trace.forwards()]
+    return max((int(shape[0]) * int(shape[1]) for shape in shapes), default=1)
+
+
+def _with_split(scenario: Scenario, rows: int) -> Scenario:
+    return replace(scenario, kernels=replace(scenario.kernels, split_rows=rows))
+
+
+def _entry(how: str, traces: Mapping[Side, Trace]) -> dict[str, Any]:
+    found = compare(traces["a"], traces["b"])
+    return {
+        "how": how,
+        "tokens_equal": not any(request.flip is not None for request in found.requests),
+        "bits_equal": not any(_differing(request) for request in found.requests),
+        "first": _first(found),
+        "forwards": [len(trace.forwards()) for trace in traces.values()],
+        "seconds": [_seconds(trace) for trace in traces.values()],
+    }
+
+
+def _differing(request: RequestDivergence) -> int:
+    return request.differing + (0 if request.draft is None else request.draft.differing)
+
+
+def _first(found: Divergence) -> dict[str, Any] | None:
+    """Where two pinned runs still differ."""
+    apart = [request for request in found.requests if request.flip is not None or _differing(request)]
+    if not apart:
+        return None
+    request = next((each for each in apart if each.id == found.first), apart[0])
+    origin = request.origin
+    if origin is None:
+        return {"request": request.id, "site": None, "position": None}
+    return {"request": request.id, "site": origin.site, "position": origin.position}
+
+
+def _seconds(trace: Trace) -> float:
+    return float(trace.header.get("times", {}).get("seconds", 0.0))
+
+
+def _outcome(case: Case, how: str, traces: Mapping[Side, Trace], tried: list[dict[str, Any]]) -> Outcome:
+    last = tried[-1]
+    per_forward = {
+        side: tuple(
+            _seconds(trace) / max(1, len(trace.forwards())) for trace in (case.trace(side), traces[side])
+        )
+        for side in "ab"
+    }
+    cost = "; ".join(
+        f"side {side} took {1000 * pinned:.1f} ms a forward instead of {1000 * own:.1f} ms"
+        for side, (own, pinned) in per_forward.items()
+    )
+    tokens, bits = last["tokens_equal"], last["bits_equal"]
+    if tokens and bits:
+        said = f"with {how}, both sides give the same tokens, and every row writes bit-equal cache entries"
+    elif tokens:
+        said = f"even with {how}, cache entries or logits differ, though the tokens are equal"
+    else:
+        said = f"even with {how}, the two sides part"
+    figures = Pinned(how, cost, tuple(tried), per_forward, tokens, bits)  # type: ignore[arg-type]
+    return Outcome("removed" if tokens and bits else "remains", said, figures)

@@ -1,0 +1,118 @@
+"""The control ``repeat``: each scenario again, unchanged. Other bits every time, and nothing else can be concluded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from detdiff.compare import Divergence, compare
+from detdiff.errors import ReplayError
+from detdiff.trace import Trace
+
+from ..case import Case, Side
+from ..control import BudgetSpent, Figures, Outcome, control
+
+
+@dataclass(frozen=True, eq=False)
+class Repeated(Figures):
+    """How often each side was run again (``repetitions``), and where ``side`` first was another: ``where`` in words.
+
+    ``returned`` says that a later repetition gave the trace's bits again.
+    """
+
+    repetitions: Mapping[Side, int]
+    side: Side | None = None
+    request: str | None = None
+    site: str | None = None
+    layer: int | None = None
+    position: int | None = None
+    forward: int | None = None
+    token: int | None = None
+    where: str | None = None
+    returned: bool | None = None
+
+
+@control("repeat", after=None)
+def repeat(case: Case) -> Outcome:
+    """Result ``equal`` (every digest and token of every repetition), ``differs``, or ``changed``: not what the trace has,
+    and the same each time.
+
+    Raises ReplayError where repetitions agree with each other and not with a trace from another machine or version, and
+    BudgetSpent where not even one repetition of each side was in the budget.
+    """
+    done = {"a": 0, "b": 0}
+    for _ in range(case.repeats):
+        for side in "ab":
+            try:
+                again = case.record(case.scenario(side), side)
+            except BudgetSpent:
+                if not all(done.values()):
+                    raise
+                return _equal(done)
+            done[side] += 1
+            found = compare(case.trace(side), again)
+            if not same(found):
+                return _differs(case, side, again, found, done)
+    return _equal(done)
+
+
+def same(found: Divergence) -> bool:
+    """Whether everything that was compared is equal."""
+    return found.identical or (found.inconclusive and not found.compared.differing)
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
+
+
+def _equal(done: dict[str, int]) -> Outcome:
+    said = f"run again, side a {done['a']} times and side b {done['b']} times, every digest and every token was equal"
+    return Outcome("equal", said, Repeated(dict(done)))
+
+
+def _differs(case: Case, side: Side, again: Trace, found: Divergence, done: dict[str, int]) -> Outcome:
+    """One more re-run tells what does not repeat from what repeats and is not the trace's."""
+    trace, steady, returned = case.trace(side), False, False
+    try:
+        third = case.record(case.scenario(side), side)
+        done[side] += 1
+        steady, returned = same(compare(again, third)), same(compare(trace, third))
+    except BudgetSpent:
+        pass
+    if steady and trace.header["environment"] != case.engine(side).environment():
+        raise ReplayError(
+            f"Re-runs of {trace.path} agree with each other and not with it. It was recorded on another machine or with "
+            "other versions (see the environment in `detdiff show`). Record both sides again on this machine."
+        )
+    where = first_place(found)
+    figures = Repeated(dict(done), side, **where, returned=returned)
+    if steady:
+        said = (
+            f"side {side} does not repeat its trace and repeats itself, in {done[side]} runs: the first difference from the "
+            f"trace is at {where['where']}, on the same machine with the same versions"
+        )
+        return Outcome("changed", said, figures)
+    said = f"side {side}, run again {_times(done[side])} as it is, gave other bits, first at {where['where']}"
+    return Outcome("differs", said, figures)
+
+
+def first_place(found: Divergence) -> dict[str, Any]:
+    """Where two runs of one scenario first differ: ``where`` in words, and what of it is known."""
+    parted = next((r for r in found.requests if r.rung is not None), None)
+    if parted is None:
+        return {"where": "the number of compared rows"}
+    place: dict[str, Any] = {"request": parted.id, "where": f"request {parted.id}"}
+    if parted.origin is not None:
+        place |= {
+            "site": parted.origin.site,
+            "layer": parted.origin.layer,
+            "position": parted.origin.position,
+            "forward": parted.origin.forward_a,
+            "where": f"{parted.origin.site}, position {parted.origin.position} of {parted.id}",
+        }
+    if parted.flip is not None:
+        place["token"] = parted.flip.index
+        if parted.origin is None:
+            place["where"] = f"token {parted.flip.index} of {parted.id}"
+    return place
