@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from attention_calls import attend, normals, plain, same, takes_sinks
 from attention_numbers import exp, exp_fast
-from attention_orders import STATEMENTS, Call, Said, said
+from attention_orders import STATEMENTS, Call, Statement, stated
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -88,7 +88,7 @@ def knows_no_padding(name: str) -> bool:
     return isinstance(order, Tiles) and order.packed
 
 
-def said_packed(statement: Any, call: Call) -> Float32:
+def stated_packed(statement: Any, call: Call) -> Float32:
     """Every batch entry alone, without the keys in front that none of its rows attends."""
     found = []
     for entry in range(len(call.q)):
@@ -102,7 +102,7 @@ def said_packed(statement: Any, call: Call) -> Float32:
             lead = int(attends.argmax())
             one = replace(one, mask=whole[..., lead:])
         keys, values = (array[entry : entry + 1, :, lead:] for array in (call.k, call.v))
-        found.append(said(statement, replace(one, k=keys, v=values)))
+        found.append(stated(statement, replace(one, k=keys, v=values)))
     return np.concatenate(found)
 
 
@@ -118,7 +118,9 @@ def test_order(name: str, data: st.DataObject) -> None:
     with np.errstate(all="ignore"):
         got = attend(ATTENTION[name], call)
         expected = (
-            said_packed(STATEMENTS[name], call) if knows_no_padding(name) else said(STATEMENTS[name], call)
+            stated_packed(STATEMENTS[name], call)
+            if knows_no_padding(name)
+            else stated(STATEMENTS[name], call)
         )
     assert same(got, expected)
 
@@ -259,7 +261,7 @@ UNFUSED = {
     "weights in float32": lambda order: replace(order, round_weights=False),
     "fewer threads": lambda order: replace(order, threads=32),
 }
-MUTATIONS: dict[str, dict[str, Callable[[Any], Said]]] = {
+MUTATIONS: dict[str, dict[str, Callable[[Any], Statement]]] = {
     "mlx-metal/sdpa_vector": STREAMS,
     "mlx-metal/sdpa_vector_2pass": TWO_PASS,
     "mlx-metal/sdpa_vector_2pass-0.30.3": BLOCKS,
@@ -304,7 +306,7 @@ def test_a_changed_order_is_told_apart(name: str, mutation: str) -> None:
         call = replace(call, q=rounded(call.q * np.float32(1.2345e-4), dtype), scale=5e3)
         for offset in {0, far}:
             moved = replace(call, offset=offset)
-            if not same(attend(ATTENTION[name], moved), said(changed, moved)):
+            if not same(attend(ATTENTION[name], moved), stated(changed, moved)):
                 return
     pytest.fail(f"{name} cannot be told from one with {mutation}")
 
@@ -340,7 +342,7 @@ def test_blocks_can_be_chosen() -> None:
     assert not same(few, many)
     assert same(attend(kernel, call), attend(kernel, call, blocks=64))
     order: Any = STATEMENTS[kernel.name]
-    assert same(many, said(replace(order, blocks=1024), call))
+    assert same(many, stated(replace(order, blocks=1024), call))
 
 
 def test_no_rows_are_no_rows() -> None:

@@ -26,11 +26,11 @@ from attention_numbers import (
     to_dtype,
     tree,
 )
-from attention_tiles_said import Tiles, flash_splits
+from attention_tiles_statement import Tiles, flash_splits
 from numpy.typing import NDArray
 
 
-class Said(Protocol):
+class Statement(Protocol):
     def row(self, row: Row) -> list[Number]: ...
 
 
@@ -282,7 +282,7 @@ def _fixed(tile: int) -> Tiles:
     return replace(FLASH, tile=lambda d: tile, descending=False, splits=lambda row, size: 1)
 
 
-STATEMENTS: dict[str, Said] = {
+STATEMENTS: dict[str, Statement] = {
     "mlx-metal/sdpa_vector": Streams(),
     "mlx-metal/sdpa_vector_2pass": Streams(blocks=None, round_partials=True, chained=True),
     "mlx-metal/sdpa_vector_2pass-0.30.3": Streams(in_block=8),
@@ -326,7 +326,7 @@ class Call:
     sinks: Float32 | None = None
 
 
-def said(order: Said, call: Call) -> Float32:
+def stated(order: Statement, call: Call) -> Float32:
     """What the order makes of a call, row by row."""
     batch, heads, rows, _ = call.q.shape
     out = np.zeros((batch, heads, rows, call.v.shape[3]), np.float32)
