@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any, NoReturn
 
 
@@ -574,6 +575,12 @@ class Divergence:
 
     def __bool__(self) -> NoReturn:
         raise TypeError("a Divergence has no truth value; ask .identical")
+
+    def __str__(self) -> str:
+        """Its report as text."""
+        # Reports are made of comparisons, so that no import here may name them.
+        text: str = import_module("detdiff.report").divergence_text(self)
+        return text
 
     def request(self, id: str) -> RequestDivergence:
         """The comparison of request ``id``. Raises KeyError for a request that was not compared."""

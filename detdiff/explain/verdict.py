@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any, Final, Literal, NoReturn
 
 from detdiff.compare.divergence import Divergence
@@ -50,6 +51,12 @@ class Verdict:
 
     def __bool__(self) -> NoReturn:
         raise TypeError("a Verdict has no truth value; ask .kind")
+
+    def __str__(self) -> str:
+        """Its report as text."""
+        # Reports are made of verdicts, so that no import here may name them.
+        text: str = import_module("detdiff.report").verdict_text(self)
+        return text
 
     def control(self, name: str) -> Control | None:
         """The control of that name, or None where it was not asked for."""

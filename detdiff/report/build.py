@@ -6,13 +6,13 @@ Every format is a pure function of it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
-from detdiff.compare.divergence import Divergence, Flip, RequestDivergence
+from detdiff.compare.divergence import Divergence, RequestDivergence
 from detdiff.explain.control import NOT_RUN
 from detdiff.explain.verdict import Verdict
 
-from .document import Code, Mark, Page, Report, Section, Subject, Texts, View, Word
+from .document import Code, Item, Mark, Page, Report, Section, Subject, Texts, View, Word
 from .findings import (
     agreement_lines,
     cache_lines,
@@ -24,16 +24,19 @@ from .findings import (
     float64_lines,
     fragile_lines,
     headline,
+    lacking_lines,
     margin_lines,
     not_run_lines,
     origin_count_lines,
     origin_lines,
+    outcome_lines,
+    run_line,
     sentence_of,
     speculation_lines,
     verdict_lines,
 )
 from .views import VIEWS
-from .words import LONGEST, SENTENCE, count, escaped, named, of_requests, passage, rules, short_path, shown
+from .words import LONGEST, SENTENCE, asked, count, escaped, named, of_requests, passage, rules, sampling
 
 if TYPE_CHECKING:
     from detdiff.compare.series import RequestSeries, Series, TokenPoint
@@ -54,7 +57,7 @@ def build(
     if divergence is None and verdict is not None:
         divergence = verdict.divergence
     made = [
-        *([] if divergence is None else _differences(divergence, series)),
+        *([] if divergence is None else _differences(divergence, verdict, series)),
         *([] if verdict is None else _verdict_sections(verdict)),
         *([] if divergence is None else _picture_sections(divergence, verdict, series)),
         *([] if divergence is None else _setting_sections(divergence)),
@@ -62,7 +65,8 @@ def build(
     ]
     return Report(
         kind=_kind(divergence, verdict),
-        headline=sentence(divergence, verdict),
+        headline=headline(divergence, verdict),
+        runs=() if divergence is None else _run_items(divergence),
         advice=advice(divergence, verdict),
         sections=tuple(section for section in made if section.blocks),
         divergence=divergence,
@@ -80,7 +84,7 @@ def _kind(divergence: Divergence | None, verdict: Verdict | None) -> str:
     return "identical" if divergence.identical else "different"
 
 
-def _differences(divergence: Divergence, series: Series | None) -> list[Section]:
+def _differences(divergence: Divergence, verdict: Verdict | None, series: Series | None) -> list[Section]:
     """The flip, the birth, the carriers; each page goes through the requests that parted."""
     parted = [request for request in divergence.requests if request.rung is not None]
     flip, birth, carried = Page(), Page(), Page()
@@ -89,21 +93,31 @@ def _differences(divergence: Divergence, series: Series | None) -> list[Section]
         name = f"request {named(request.id)}"
         if request.flip is None:
             tokens = count(min(request.generated_a, request.generated_b), "generated token")
-            flip.prose(f"{name}: parts in {request.rung}; no flip within its {tokens}")
+            end = f"no flip within its {tokens}" if request.text is None else "another text"
+            flip.prose(f"{name}: parts in {request.rung}; {end}")
         else:
             flip.prose(f"{name}: parts in {request.rung} and flips at generated token {request.flip.index}")
         flip.add(*_side_by_side(series, request))
         if request.flip is not None:
             flip_lines(flip, request, request.flip)
+            _sampling(flip, divergence, request)
             flip_forward_lines(flip, request)
+        outcome_lines(flip, request)
         agreement_lines(flip, request)
+        for each in () if verdict is None else verdict.evidence:
+            if each.fact == "proposals" and each.detail.get("request") == request.id:
+                flip.item("  draft: ", passage(each.said))
         speculation_lines(flip, request)
         birth.prose(f"{name}:")
-        _born_section(birth, request, series)
+        _born_section(birth, divergence, request, series)
         if request.cache_entry is not None or request.carriers is not None:
             carried.prose(f"{name}:")
             cache_lines(carried, request)
-    title = "The flip" if any(request.flip is not None for request in parted) else "No token flips"
+    lacking_lines(flip, divergence, "tokens", "logits")
+    lacking_lines(birth, divergence, "sites", "inputs", "rows_seen", "kernel_paths")
+    lacking_lines(carried, divergence, "cache")
+    flips = any(request.flip is not None or request.text is not None for request in parted)
+    title = "The flip" if flips else "No token flips"
     return [
         Section("flip", title, flip.blocks),
         Section("birth", "Where it was born", birth.blocks),
@@ -111,9 +125,26 @@ def _differences(divergence: Divergence, series: Series | None) -> list[Section]
     ]
 
 
-def _born_section(page: Page, request: RequestDivergence, series: Series | None) -> None:
+def _run_items(divergence: Divergence) -> tuple[Item, ...]:
+    return tuple(Item(f"{name}: ", run_line(run)) for name, run in (("a", divergence.a), ("b", divergence.b)))
+
+
+def _sampling(page: Page, divergence: Divergence, request: RequestDivergence) -> None:
+    """How each side chose, where either sampled."""
+    how = [sampling(asked(run.scenario).get(request.id, {})) for run in (divergence.a, divergence.b)]
+    if any(how):
+        for run, words in zip("ab", how, strict=True):
+            page.item(f"    {run}: ", words or "greedy")
+
+
+def _born_section(
+    page: Page, divergence: Divergence, request: RequestDivergence, series: Series | None
+) -> None:
     if request.origin is None:
-        page.item("  birth: ", "no origin could be named")
+        if divergence.across_models:
+            page.item("  birth: ", "the weights are two, so nothing is an origin")
+        elif not any("sites" in run.lacks for run in (divergence.a, divergence.b)):
+            page.item("  birth: ", "no origin could be named")
     else:
         origin_lines(page, request.origin)
         chunk_lines(page, request)
@@ -170,6 +201,7 @@ def _picture_sections(
         fragile_lines(pages["margins"], verdict)
     if series is not None:
         subjects = [Subject(series, each, divergence) for each in (None, *series.requests)]
+        lacking_lines(pages["timeline"], divergence, "forwards")
         for id, page in pages.items():
             page.add(*_views(id, subjects))
     compared = Page()
@@ -226,77 +258,6 @@ def _reproduce(command: str) -> Section:
         command = f"# too long to be shown: {len(command):,} characters, which the JSON report has"
     # Quotes and backslashes are the shell's, and stay.
     return Section("reproduce", "Run it again", (Code(escaped(command, ""), "sh"),))
-
-
-_KINDS: Final = {
-    "numerics": "Rounding",
-    "bug": "A bug",
-    "policy": "A difference of policy",
-    "race": "Runs that do not repeat",
-    "undetermined": "Cause undetermined",
-}
-
-
-def sentence(divergence: Divergence | None, verdict: Verdict | None) -> str:
-    """One sentence; the verdict's kind leads where there is one."""
-    if divergence is None:
-        return "Inconclusive: nothing of the two runs could be compared."
-    if divergence.identical or divergence.inconclusive:
-        return headline(divergence)
-    first = next((r for r in divergence.requests if r.id == divergence.first), None)
-    kind = "The runs part" if verdict is None else _KINDS.get(verdict.kind, verdict.kind)
-    return f"{kind}: {_parted(divergence)}{_first_origin(divergence, first)}{_enough(verdict)}."
-
-
-def _enough(verdict: Verdict | None) -> str:
-    """The smallest set of path changes that still gives a flip; the first origin need not be in it."""
-    relax = None if verdict is None else verdict.control("relax")
-    if relax is None or relax.result != "smallest":
-        return ""
-    found, of = relax.detail.get("smallest"), relax.detail.get("effective")
-    target = str(relax.detail.get("target", ""))
-    if (
-        not target.startswith("the flip")
-        or not isinstance(found, list | tuple)
-        or not found
-        or not isinstance(found[0], Mapping)
-    ):
-        return ""
-    site, forward = found[0].get("site"), found[0].get("forward")
-    enough = "is enough" if len(found) == 1 else "are enough"
-    first = "at" if len(found) == 1 else "first at"
-    return f"; of {of} path changes {len(found)} {enough} for {named(target)}, {first} {named(str(site))} in forward {forward}"
-
-
-def _parted(divergence: Divergence) -> str:
-    flipped = [request for request in divergence.requests if request.flip is not None]
-    if not flipped:
-        bits = "bits differ" if divergence.compared.differing else "no compared bit differs"
-        return f"{bits} and no token flips"
-    first = flipped[0]
-    assert first.flip is not None
-    more = f", and {count(len(flipped) - 1, 'more request')} flip" if len(flipped) == 2 else ""
-    if len(flipped) > 2:
-        more = f", and {len(flipped) - 1} more requests flip"
-    return f"{named(first.id)} {_flips(first.flip)}{more}"
-
-
-def _flips(flip: Flip) -> str:
-    if flip.kind == "length":
-        return f"ends at another length (token {flip.index})"
-    return f"flips at token {flip.index} from {shown(flip.a.text)} to {shown(flip.b.text)}"
-
-
-def _first_origin(divergence: Divergence, first: RequestDivergence | None) -> str:
-    if first is None or first.origin is None:
-        return f"; the earliest rung that parts is {divergence.rung}, and no origin could be named"
-    origin = first.origin
-    where = f"; born at {named(origin.site)}, position {origin.position} of {named(first.id)}"
-    if origin.path_a == origin.path_b:
-        return where
-    a, b = short_path(origin.path_a), short_path(origin.path_b)
-    rows = [count(n, "row") if n is not None else "unknown rows" for n in (origin.rows_a, origin.rows_b)]
-    return f"{where}, where {rows[0]} took {a} and {rows[1]} took {b}"
 
 
 def advice(divergence: Divergence | None, verdict: Verdict | None) -> str:

@@ -127,7 +127,7 @@ class Report:
     """``kind`` is a verdict's, or ``identical``, ``different`` or ``inconclusive`` where no verdict was asked for.
 
     ``headline`` is one sentence, ``advice`` what to do, empty where there is nothing. ``series`` is None where the traces
-    were not at hand. ``command`` runs both sides again.
+    were not at hand. ``command`` runs both sides again. ``runs`` says what either run was.
     """
 
     kind: str
@@ -138,6 +138,7 @@ class Report:
     verdict: Verdict | None
     series: Series | None
     command: str
+    runs: tuple[Item, ...] = ()
 
     def section(self, id: str) -> Section | None:
         """The section of that name, or None where there was nothing to say."""

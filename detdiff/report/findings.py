@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from detdiff.compare import Acceptance, Verified
 from detdiff.compare.divergence import (
@@ -24,11 +24,13 @@ from .words import (
     composition,
     count,
     decisive,
+    distance,
     layer,
     named,
     number,
     passage,
     runs_of,
+    short_path,
     shown,
     size,
     spans,
@@ -60,27 +62,95 @@ def compared_lines(page: Page, divergence: Divergence) -> None:
         page.item("note: ", passage(note))
 
 
-def headline(divergence: Divergence) -> str:
-    """The answer in one sentence."""
-    compared = divergence.compared
-    what = f"{count(compared.requests, 'request')}, {count(compared.rows, 'row')} and {count(compared.digests, 'digest')}"
+_KINDS: Final = {
+    "numerics": "Rounding",
+    "bug": "A bug",
+    "policy": "A difference of policy",
+    "race": "Runs that do not repeat",
+    "undetermined": "Cause undetermined",
+}
+
+
+def headline(divergence: Divergence | None, verdict: Verdict | None = None) -> str:
+    """One sentence; the verdict's kind leads where there is one."""
+    if divergence is None:
+        return "Inconclusive: nothing of the two runs could be compared."
+    lead = "" if verdict is None else _KINDS.get(verdict.kind, "")
     if divergence.identical:
-        return f"The runs are identical: {what} compared, none differs."
+        alike = f"he runs are identical: {_amount(divergence)} compared, none differs."
+        return f"{lead}: t{alike}" if lead else f"T{alike}"
     if divergence.inconclusive:
+        what = _amount(divergence)
         return f"Inconclusive: {what} compared and none differs, but not everything could be compared."
-    flipped = [request for request in divergence.requests if request.flip is not None]
-    if flipped:
-        start = f"The runs part: {len(flipped)} of {count(compared.requests, 'request')} flip"
-    else:
-        start = "The runs part and no token flips"
     first = next((r for r in divergence.requests if r.id == divergence.first), None)
-    if first is not None and first.origin is not None:
-        origin = first.origin
-        return (
-            f"{start}; the first difference is born at {named(origin.site)} ({named(origin.kind)}), position "
-            f"{origin.position} of {named(first.id)}: {paths_of(origin)}."
-        )
-    return f"{start}; the earliest rung that parts is {divergence.rung}, and no origin could be named."
+    return f"{lead or 'The runs part'}: {_parted(divergence)}{_first_origin(divergence, first)}{_enough(verdict)}."
+
+
+def _amount(divergence: Divergence) -> str:
+    compared = divergence.compared
+    requests, tokens = count(compared.requests, "request"), count(compared.tokens, "token")
+    if not compared.rows and compared.tokens:
+        return f"{requests} and {tokens}"
+    return f"{requests}, {count(compared.rows, 'row')} and {count(compared.digests, 'digest')}"
+
+
+def _enough(verdict: Verdict | None) -> str:
+    """The smallest set of path changes that still gives a flip; the first origin need not be in it."""
+    relax = None if verdict is None else verdict.control("relax")
+    if relax is None or relax.result != "smallest":
+        return ""
+    found, of = relax.detail.get("smallest"), relax.detail.get("effective")
+    target = str(relax.detail.get("target", ""))
+    if (
+        not target.startswith("the flip")
+        or not isinstance(found, list | tuple)
+        or not found
+        or not isinstance(found[0], Mapping)
+    ):
+        return ""
+    site, forward = found[0].get("site"), found[0].get("forward")
+    enough = "is enough" if len(found) == 1 else "are enough"
+    first = "at" if len(found) == 1 else "first at"
+    return f"; of {of} path changes {len(found)} {enough} for {named(target)}, {first} {named(str(site))} in forward {forward}"
+
+
+def _parted(divergence: Divergence) -> str:
+    flipped = [each for each in divergence.requests if each.flip is not None or each.text is not None]
+    if not flipped:
+        scores = any(each.scores is not None and each.scores.differing for each in divergence.requests)
+        bits = "bits differ" if divergence.compared.differing or scores else "no compared bit differs"
+        return f"{bits} and no token flips"
+    first = flipped[0]
+    more = f", and {count(len(flipped) - 1, 'more request')} flip" if len(flipped) == 2 else ""
+    if len(flipped) > 2:
+        more = f", and {len(flipped) - 1} more requests flip"
+    return f"{named(first.id)} {_flips(first)}{more}"
+
+
+def _flips(request: RequestDivergence) -> str:
+    flip, text = request.flip, request.text
+    if flip is None:
+        return f"says another text from character {0 if text is None else text.index} on"
+    if flip.kind == "length":
+        return f"ends at another length (token {flip.index})"
+    return f"flips at token {flip.index} from {shown(flip.a.text)} to {shown(flip.b.text)}"
+
+
+def _first_origin(divergence: Divergence, first: RequestDivergence | None) -> str:
+    if divergence.across_models:
+        return "; the weights are two, so nothing is born anywhere"
+    lacking = next((run.lacks["sites"] for run in (divergence.a, divergence.b) if "sites" in run.lacks), None)
+    if lacking is not None and (first is None or first.origin is None):
+        return f"; where it was born cannot be said, as sites are not shown: {passage(lacking)}"
+    if first is None or first.origin is None:
+        return f"; the earliest rung that parts is {divergence.rung}, and no origin could be named"
+    origin = first.origin
+    where = f"; born at {named(origin.site)}, position {origin.position} of {named(first.id)}"
+    if origin.path_a == origin.path_b:
+        return where
+    a, b = short_path(origin.path_a), short_path(origin.path_b)
+    rows = [count(n, "row") if n is not None else "unknown rows" for n in (origin.rows_a, origin.rows_b)]
+    return f"{where}, where {rows[0]} took {a} and {rows[1]} took {b}"
 
 
 def paths_of(origin: Origin) -> str:
@@ -98,6 +168,8 @@ def run_line(run: Run) -> str:
     parts = [named(run.trace), *decisive(run.scenario)]
     if "name" in run.model:
         parts.append(f"model {named(str(run.model['name']))}")
+    if run.engine != "mlx":
+        parts.append(f"engine {named(run.engine)}")
     parts.append(count(run.forwards, "forward"))
     if not run.complete:
         parts.append("INCOMPLETE")
@@ -168,6 +240,54 @@ def cache_lines(page: Page, request: RequestDivergence) -> None:
             f"{carriers.count:,} of {count(carriers.entries, 'cache entry', 'cache entries')} {alive} (position "
             f"{carriers.alive_at}) differ{where}",
         )
+
+
+def lacking_lines(page: Page, divergence: Divergence, *what: str) -> None:
+    """What the engines could not show, of what a section would tell."""
+    for name, run in (("a", divergence.a), ("b", divergence.b)):
+        for each in what:
+            if each in run.lacks:
+                page.item(
+                    f"  {each.replace('_', ' ')} of {name}: ",
+                    f"not shown by {named(run.engine)}: {passage(run.lacks[each])}",
+                )
+
+
+def outcome_lines(page: Page, request: RequestDivergence) -> None:
+    """Where texts part that have no tokens, how far the scores of equal tokens are apart, and what is not finite."""
+    if request.text is not None:
+        text = request.text
+        page.item(
+            "  text: ",
+            f"differs from character {text.index} on: {shown(text.a)} in a, {shown(text.b)} in b",
+        )
+    if request.logits_equal:
+        page.item(
+            "  logits: ",
+            "bit-equal where the token differs: the model agrees, and the token was only chosen otherwise",
+        )
+    scores = request.scores
+    if scores is not None and scores.differing:
+        first = ""
+        if scores.index is not None:
+            first = f"; first at token {scores.index}, {number(scores.a)} in a and {number(scores.b)} in b for token {scores.token}"
+        page.item(
+            "  scores: ",
+            f"{scores.differing:,} of {scores.compared:,} of equal tokens differ{distance(scores.max_abs, scores.max_ulp, scores.dtype)}{first}",
+        )
+    for each in request.not_finite:
+        page.item(
+            f"  not finite in {each.run}: ",
+            f"{each.nan:,} NaN and {each.inf:,} Inf among the logits of token {each.index}",
+        )
+    site = request.first_site
+    if site is not None:
+        page.item(
+            "  first site that differs: ",
+            f"{named(site.site)} ({named(site.kind)}, {layer(site.layer)}), {site.port} at position {site.position}; no origin, as the weights are two",
+        )
+        if site.magnitude is not None:
+            page.item("    ", size(site.magnitude))
 
 
 def flip_lines(page: Page, request: RequestDivergence, flip: Flip) -> None:
@@ -271,6 +391,8 @@ def _compared(divergence: Divergence) -> str:
     for n, what in (
         (c.only_a, "rows in a only"),
         (c.only_b, "rows in b only"),
+        (c.reused_a, "rows that a took from a cache"),
+        (c.reused_b, "rows that b took from a cache"),
         (c.superseded_a, "rows of a written again later"),
         (c.superseded_b, "rows of b written again later"),
         (c.after_flip_a, "rows of a after the flip"),
@@ -302,7 +424,23 @@ def event_lines(page: Page, divergence: Divergence) -> None:
 def chunk_lines(page: Page, request: RequestDivergence) -> None:
     """The part of the prompt that the first origin lies in."""
     for chunk in request.chunks:
-        differing = f"{spans(chunk.differing)} differ" if chunk.differing else "none differs"
+        if chunk.first == chunk.last:
+            where, differing = (
+                f"position {chunk.first}",
+                "which differs" if chunk.differing else "which is equal",
+            )
+        else:
+            where = f"positions {chunk.first} to {chunk.last}"
+            ends = (
+                "position"
+                if len(chunk.differing) == 1 and chunk.differing[0][0] == chunk.differing[0][1]
+                else "positions"
+            )
+            differing = (
+                f"of which {ends} {spans(chunk.differing)} differ"
+                if chunk.differing
+                else "of which none differs"
+            )
         earlier = (
             ""
             if chunk.index == 0
@@ -312,7 +450,7 @@ def chunk_lines(page: Page, request: RequestDivergence) -> None:
         )
         page.item(
             f"    {chunk.run}: ",
-            f"prefill chunk {chunk.index}, positions {chunk.first} to {chunk.last}, of which {differing}{earlier}",
+            f"prefill chunk {chunk.index}, {where}, {differing}{earlier}",
         )
 
 

@@ -66,10 +66,7 @@ def _head(report: Report) -> str:
         rows.append(("rule", named(report.verdict.rule)))
     if report.advice:
         rows.append(("what to do", report.advice))
-    if report.divergence is not None:
-        for name, run in (("run a", report.divergence.a), ("run b", report.divergence.b)):
-            whole = "" if run.complete else ", INCOMPLETE"
-            rows.append((name, f"{named(run.trace)}, {count(run.forwards, 'forward')}{whole}"))
+    rows += [(f"run {item.label}", item.text) for item in report.runs]
     table = [
         "| | |",
         "|---|---|",

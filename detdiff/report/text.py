@@ -12,18 +12,16 @@ from tabulate import tabulate
 
 from detdiff.compare.divergence import (
     Divergence,
-    RequestDivergence,
 )
-from detdiff.explain.control import NOT_RUN, Control
-from detdiff.explain.verdict import Evidence, Verdict
+from detdiff.explain.verdict import Verdict
 
+from .build import build
 from .document import (
     Blank,
     Block,
     Code,
     Excerpt,
     Item,
-    Page,
     Prose,
     Report,
     Section,
@@ -35,28 +33,8 @@ from .document import (
     legend,
     marked,
 )
-from .findings import (
-    agreement_lines,
-    cache_lines,
-    chunk_lines,
-    compared_lines,
-    finding_lines,
-    flip_forward_lines,
-    flip_lines,
-    float64_lines,
-    fragile_lines,
-    headline,
-    margin_lines,
-    not_run_lines,
-    origin_count_lines,
-    origin_lines,
-    run_line,
-    sentence_of,
-    speculation_lines,
-    verdict_lines,
-)
 from .views import view_blocks
-from .words import asked, count, named, passage, sampling
+from .words import count
 
 NARROWEST = 40
 _BESIDE = 100
@@ -65,22 +43,36 @@ _INDENT = 2
 _STYLES: dict[str, Style] = {"flip": "flip", "near": "near", "after": "after"}
 
 
-def report_text(report: Report, *, width: int = 100, colour: bool = False) -> str:
+def report_text(report: Report, *, width: int = 100, colour: bool = False, brief: bool = False) -> str:
     """The whole report in lines of at most ``width`` (at least 40) characters; only a word that is longer stands out.
 
-    ``colour`` adds escape sequences, and nothing that is not said in characters too.
+    ``colour`` adds escape sequences, and nothing that is not said in characters too. ``brief`` leaves out the settings and
+    environments of the runs.
     """
     width = max(NARROWEST, width)
-    return "".join(f"{line.rstrip()}\n" for line in _report_lines(report, width, colour))
+    return "".join(f"{line.rstrip()}\n" for line in _report_lines(report, width, colour, brief))
 
 
-def _report_lines(report: Report, width: int, colour: bool) -> Iterator[str]:
+def divergence_text(divergence: Divergence, *, width: int = 100) -> str:
+    """What a comparison found, without pictures and settings."""
+    return report_text(build(divergence), width=width, brief=True)
+
+
+def verdict_text(verdict: Verdict, *, width: int = 100) -> str:
+    """What a verdict says, without pictures and settings."""
+    return report_text(build(None, verdict), width=width, brief=True)
+
+
+def _report_lines(report: Report, width: int, colour: bool, brief: bool) -> Iterator[str]:
     for line in _fill(report.headline, width):
         yield _title(line, colour)
     yield from _fill(f"kind: {report.kind}", width)
     if report.advice:
         yield from _fill(f"what to do: {report.advice}", width)
+    yield from plain(report.runs, width=width).splitlines() if report.runs else ()
     for section in report.sections:
+        if brief and section.folded and section.id != "compared":
+            continue
         yield ""
         yield from _section(section, report, width, colour)
 
@@ -336,180 +328,3 @@ def printed(line: Line, *, colour: bool, width: int = 0) -> str:
 
 def _switch(style: Style) -> str:
     return f"\x1b[0;{_CODES[style]}m" if style else "\x1b[0m"
-
-
-def divergence_text(divergence: Divergence, *, width: int = 100) -> str:
-    """The whole answer; lines of prose are at most ``width`` characters, tables as wide as they need."""
-    page = Page()
-    page.prose(headline(divergence))
-    for run, name in ((divergence.a, "a"), (divergence.b, "b")):
-        page.item(f"{name}: ", run_line(run))
-    finding_lines(page, divergence)
-    for request in divergence.requests:
-        if request.rung is not None:
-            how = tuple(
-                sampling(asked(run.scenario).get(request.id, {})) for run in (divergence.a, divergence.b)
-            )
-            _request_lines(page, request, how)
-    page.blank()
-    compared_lines(page, divergence)
-    return plain(page.blocks, width=width)
-
-
-def _request_lines(page: Page, request: RequestDivergence, how: Sequence[str | None]) -> None:
-    page.blank()
-    if request.flip is None:
-        end = (
-            "no flip: all generated tokens are equal"
-            if request.generated_a or request.generated_b
-            else "no tokens"
-        )
-        page.prose(f"request {named(request.id)}: parts in {request.rung}; {end}")
-    else:
-        page.prose(f"request {named(request.id)}: parts in {request.rung} and flips")
-        flip_lines(page, request, request.flip)
-        if any(how):
-            for run, words in zip("ab", how, strict=True):
-                page.item(f"    {run}: ", words or "greedy")
-        flip_forward_lines(page, request)
-    if request.origin is not None:
-        origin_lines(page, request.origin)
-        chunk_lines(page, request)
-    elif request.differing:
-        page.item("  birth: ", "no origin could be named")
-    agreement_lines(page, request)
-    speculation_lines(page, request)
-    cache_lines(page, request)
-    origin_count_lines(page, request)
-    margin_lines(page, request)
-
-
-TITLES = (
-    "the flip",
-    "the flip's forward",
-    "the birth",
-    "the first cache entry and the carriers",
-    "the controls",
-    "against float64",
-    "the verdict",
-)
-"""What stands under each number, 1 to 7."""
-HOLD = "hold_path"
-
-
-def verdict_text(verdict: Verdict, *, width: int = 100) -> str:
-    """The whole answer; lines of prose are at most ``width`` characters, tables as wide as they need."""
-    page = Page()
-    divergence = verdict.divergence
-    page.prose(f"Verdict: {verdict.kind}. {'' if divergence is None else headline(divergence)}")
-    if divergence is not None:
-        _runs(page, divergence)
-        parted = [request for request in divergence.requests if request.rung is not None]
-        if parted:
-            _flips(page, verdict, divergence)
-            fragile_lines(page, verdict)
-            _forwards(page, parted)
-            _births(page, verdict, parted)
-            _caches(page, parted)
-    _numbered(page, 5)
-    control_lines(page, verdict)
-    if verdict.control("oracle") is not None:
-        _numbered(page, 6)
-        float64_lines(page, verdict)
-    _numbered(page, 7)
-    verdict_lines(page, verdict)
-    return plain(page.blocks, width=width)
-
-
-def _numbered(page: Page, number: int) -> None:
-    page.blank()
-    page.prose(f"{number}. {TITLES[number - 1]}")
-
-
-def _runs(page: Page, divergence: Divergence) -> None:
-    for run, found in (("a", divergence.a), ("b", divergence.b)):
-        page.item(f"{run}: ", f"{named(found.trace)}, {count(found.forwards, 'forward')}")
-
-
-def _flips(page: Page, verdict: Verdict, divergence: Divergence) -> None:
-    _numbered(page, 1)
-    for request in divergence.requests:
-        page.prose(f"request {named(request.id)}: {_end(request)}")
-        if request.flip is not None:
-            flip_lines(page, request, request.flip)
-            agreement_lines(page, request)
-            for each in verdict.evidence:
-                if each.fact == "proposals" and each.detail.get("request") == request.id:
-                    page.item("  draft: ", passage(each.said))
-            speculation_lines(page, request)
-
-
-def _end(request: RequestDivergence) -> str:
-    if request.flip is not None:
-        return f"flips at generated token {request.flip.index}"
-    generated = min(request.generated_a, request.generated_b)
-    bits = "every compared digest is equal" if request.rung is None else f"it parts in {request.rung}"
-    return f"no flip within its {count(generated, 'token')}; {bits}"
-
-
-def _forwards(page: Page, parted: list[RequestDivergence]) -> None:
-    flipped = [request for request in parted if request.flip_forward is not None]
-    if not flipped:
-        return
-    _numbered(page, 2)
-    for request in flipped:
-        page.prose(f"request {named(request.id)}:")
-        flip_forward_lines(page, request)
-
-
-def _births(page: Page, verdict: Verdict, parted: list[RequestDivergence]) -> None:
-    _numbered(page, 3)
-    for request in parted:
-        page.prose(f"request {named(request.id)}:")
-        if request.origin is None:
-            page.item("  birth: ", "no origin could be named")
-        else:
-            origin_lines(page, request.origin)
-            chunk_lines(page, request)
-        total = sum(found.count for found in request.origins)
-        if total:
-            page.item("  origins: ", count(total, "in all", "in all"))
-    for each in verdict.evidence:
-        if each.fact in ("contradiction", "settings", "quantised", "not_finite"):
-            page.item("  - ", f"{passage(each.said)}{_where(each)}")
-
-
-def _where(evidence: Evidence) -> str:
-    run, forward = evidence.detail.get("run"), evidence.detail.get("forward")
-    if run is None:
-        return ""
-    where = "in both runs" if run == "both" else f"run {named(str(run))}"
-    return f" ({where}{'' if forward is None else f', forward {named(str(forward))}'})"
-
-
-def _caches(page: Page, parted: list[RequestDivergence]) -> None:
-    _numbered(page, 4)
-    for request in parted:
-        page.prose(f"request {named(request.id)}:")
-        if request.cache_entry is None and request.carriers is None:
-            page.item("  ", "no compared cache entry differs")
-        cache_lines(page, request)
-
-
-def control_lines(page: Page, verdict: Verdict) -> None:
-    """Every control with its result, those that were not run with the reason, and the acceptance of drafts."""
-    ran = [control for control in verdict.controls if control.result != NOT_RUN]
-    # What was done by hand came to rest on this one, so it is read first.
-    for control in sorted(ran, key=lambda control: control.name != HOLD):
-        page.item(f"  {named(control.name)}: ", f"{named(control.result)}. {_control(control)}")
-    not_run_lines(page, verdict)
-    if not verdict.controls:
-        page.item("  ", "none was needed")
-    for each in verdict.evidence:
-        if each.fact == "acceptance":
-            page.item("  acceptance: ", passage(each.said))
-
-
-def _control(control: Control) -> str:
-    forwards = count(control.forwards, "forward")
-    return f"{passage(sentence_of(control.said))} ({forwards}, {control.seconds:.1f} s)"

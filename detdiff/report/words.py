@@ -103,6 +103,21 @@ def birth(origin: Origin) -> str:
     return "every cache entry up to here was written alike, and yet this row read others: a mask, offset or length"
 
 
+_MOST_ULP = 1 << 20
+"""More of them are no longer a distance that anybody reads: signs or powers of two differ."""
+
+
+def _ulps(n: int) -> str:
+    return f"{n:,} ULP" if n <= _MOST_ULP else "over a million ULP"
+
+
+def distance(most: float | None, ulp: int | None, dtype: str) -> str:
+    """``, by at most 0.03 (12 ULP of bfloat16)``; nothing where nothing finite was measured."""
+    if most is None:
+        return ""
+    return f", by at most {most:.3g}" + ("" if ulp is None else f" ({_ulps(ulp)} of {dtype})")
+
+
 def size(found: Magnitude) -> str:
     """A magnitude in a clause."""
     if found.dtype_a != found.dtype_b:
@@ -110,10 +125,11 @@ def size(found: Magnitude) -> str:
     if found.shape_a != found.shape_b:
         return f"shape {list(found.shape_a)} in a, {list(found.shape_b)} in b"
     parts = [f"{found.differing:,} of {count(found.elements, 'element')} ({found.dtype_a}) differ"]
-    if found.max_ulp is not None and found.mean_ulp is not None:
-        parts.append(f"at most {found.max_ulp:,} ULP, {found.mean_ulp:.3g} on average")
     if found.max_abs is not None and found.max_rel is not None:
         parts.append(f"at most {found.max_abs:.3g} absolute, {found.max_rel:.3g} relative")
+    if found.max_ulp is not None and found.mean_ulp is not None:
+        mean = f", {found.mean_ulp:.3g} on average" if found.max_ulp <= _MOST_ULP else ""
+        parts.append(f"at most {_ulps(found.max_ulp)}{mean}")
     if found.cosine is not None:
         parts.append(f"cosine {found.cosine:.9f}")
     if found.kl is not None:

@@ -177,7 +177,7 @@ def test_it_begins_with_the_headline_and_a_table_of_the_verdict() -> None:
     assert (
         "| **rule** | path |" in text and "| **what to do** | Hold the path, see `detdiff probe`. |" in text
     )
-    assert "| **run b** | b, 5 forwards |" in text
+    assert "| **run b** | b, " in text
 
 
 def test_sections_come_in_order_and_what_is_folded_is_in_details() -> None:
@@ -188,7 +188,9 @@ def test_sections_come_in_order_and_what_is_folded_is_in_details() -> None:
         for s in report.sections
     ]
     assert places == sorted(places)
-    assert text.count("<details>") == text.count("</details>") == sum(s.folded for s in report.sections)
+    assert text.count("<details>") == text.count("</details>")
+    folded = [section.title for section in report.sections if section.folded]
+    assert re.findall(r"^<details><summary>([A-Z][^:;<\n]*)</summary>$", text, re.MULTILINE) == folded
 
 
 def test_both_texts_with_the_flip_in_bold() -> None:

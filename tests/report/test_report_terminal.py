@@ -34,7 +34,7 @@ def test_it_begins_with_what_a_busy_reader_wants() -> None:
     report = explained(flips())
     text = report_text(report)
     assert flat(text).startswith(
-        f"{report.headline} kind: numerics what to do: Hold the path, see `detdiff probe`. The flip"
+        f"{report.headline} kind: numerics what to do: Hold the path, see `detdiff probe`. a: a, "
     )
     assert report.headline.startswith("Rounding: anchor flips at token 3")
 
