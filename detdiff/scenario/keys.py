@@ -113,18 +113,16 @@ TABLES = Kind("a list of tables", _tuple_of(lambda v: isinstance(v, Mapping)), s
 class Key:
     """One key: its type, the field of a Scenario, Request or PathRule that it sets, and what its page says of it.
 
-    ``value`` and ``default`` are Markdown. ``useless`` are the changes of another key that leave this one without a use
-    (None: that key is taken back). ``sparse`` keys are written only where they are not at their default. ``file`` is what
-    a relative path in it is: "model", "profile" or "trace".
+    ``useless`` are the changes of another key that leave this one without a use (None: that key is taken back). ``file`` is
+    what a relative path in it is: "model", "profile" or "trace". ``value`` and ``default`` are Markdown.
     """
 
     name: str
     kind: Kind
     field: str
-    value: str = ""
-    default: str = ""
     useless: tuple[tuple[str, Any], ...] = ()
-    sparse: bool = False
+    default: str = ""
+    value: str = ""
     file: str = ""
 
     @property
@@ -137,271 +135,95 @@ class Key:
         """The field's own name."""
         return self.field.rpartition(".")[2]
 
+    @property
+    def sparse(self) -> bool:
+        """Whether it is written only where it is not at its default."""
+        return self.part == "cache"
 
-_PADDED = (("layout", "padded"),)
-_NO_WINDOW = (("capture", "digest"), ("capture", "full"))
 
-TABLE: Mapping[str, tuple[Key, ...]] = {
-    "Model": (
-        Key(
-            "model",
-            TEXT,
-            "model",
-            '`"builtin"`, a directory that mlx-lm can load, or a hub id',
-            "required",
-            file="model",
-        ),
-    ),
-    "Engine": (
-        Key(
-            "engine",
-            ENGINE,
-            "engine",
-            "what runs the requests: `mlx`, `transformers`, the name of an installed engine, or a factory of your own as "
-            "`package.module:factory`; as a table, `name` and free keys, which the engine is given",
-            "`mlx`",
-        ),
-    ),
-    "Schedule": (
-        Key(
-            "schedule",
-            TEXT,
-            "schedule.kind",
-            "`serial`: one request after the other. `static`: all at once. `continuous`: each at its arrival",
-            "`serial`",
-        ),
-        Key(
-            "layout",
-            TEXT,
-            "schedule.layout",
-            "`padded`: batch × length, as mlx-lm does. `packed`: all rows of all requests on one axis",
-            "`padded`",
-        ),
-        Key(
-            "active",
-            INT,
-            "schedule.active",
-            "how many requests may run at a time; for `continuous`",
-            "no limit",
-            (("schedule", "serial"), ("schedule", "static")),
-        ),
-        Key(
-            "row_budget",
-            INT,
-            "schedule.row_budget",
-            "how many rows a forward may have; for `packed`",
-            "no limit",
-            _PADDED,
-        ),
-        Key(
-            "prefill_chunk",
-            INT,
-            "schedule.prefill_chunk",
-            "how many prompt tokens of one request a forward takes at most",
-            "2048",
-        ),
-    ),
-    "Speculation": (
-        Key(
-            "draft",
-            TEXT,
-            "speculation.draft",
-            'the draft model, named as `model` is: `"builtin-draft"`, a directory, or a hub id',
-            "off",
-            file="model",
-        ),
-        Key(
-            "drafts",
-            INT,
-            "speculation.drafts",
-            "how many tokens it proposes at a time; near a request's end, no more than are left",
-            "4",
-            (("draft", None),),
-        ),
-    ),
-    "Teacher forcing": (
-        Key(
-            "force_tokens",
-            TEXT,
-            "force_tokens",
-            "the directory of a trace; a request is fed the tokens that it generated there under the same id, whatever it would choose here",
-            "off",
-            file="trace",
-        ),
-    ),
-    "Cache": (
-        Key(
-            "kv_bits",
-            INT,
-            "cache.kv_bits",
-            "mlx-lm's quantised cache: 2, 3, 4, 5, 6 or 8 bits; for `padded` and `serial`",
-            "off",
-            sparse=True,
-        ),
-        Key(
-            "kv_group_size",
-            INT,
-            "cache.kv_group_size",
-            "how many values share a scale: 32, 64 or 128; with `kv_bits`",
-            "64",
-            (("kv_bits", None),),
-            sparse=True,
-        ),
-        Key(
-            "kv_start",
-            INT,
-            "cache.kv_start",
-            "the position from which on the cache is quantised; with `kv_bits`",
-            "0",
-            (("kv_bits", None),),
-            sparse=True,
-        ),
-        Key(
-            "page_tokens",
-            INT,
-            "cache.page_tokens",
-            "a paged cache, and how many positions a page has; for `packed`",
-            "contiguous",
-            _PADDED,
-            sparse=True,
-        ),
-        Key(
-            "share_prefix",
-            TRUTH,
-            "cache.share_prefix",
-            "a request takes over the keys and values of what an earlier prompt began with, in whole pages if it is paged; for `packed`",
-            "false",
-            _PADDED,
-            sparse=True,
-        ),
-        Key(
-            "reuse_tokens",
-            INT,
-            "cache.reuse_tokens",
-            "so many tokens of a prompt are in mlx-lm's `prompt_cache` beforehand, from a forward of their own; for `padded` and `serial`",
-            "off",
-            (("schedule", "static"), ("schedule", "continuous"), ("layout", "packed")),
-            sparse=True,
-        ),
-    ),
-    "Kernel plan": (
-        Key(
-            "kernels",
-            TEXT,
-            "kernels.profile",
-            "a dispatch profile, or `native`",
-            "`native`: the backend's own choice",
-            file="profile",
-        ),
-        Key(
-            "split_rows",
-            INT,
-            "kernels.split_rows",
-            "linear calls of at most so many rows go row by row",
-            "off",
-        ),
-    ),
-    "Capture": (
-        Key(
-            "capture",
-            TEXT,
-            "capture.level",
-            "`digest`: a 64-bit digest of each row at each site. `full`: the values too. `window`: the values inside a window",
-            "`digest`",
-        ),
-        Key("lens", TRUTH, "capture.lens", "also the logits that each layer's output gives", "false"),
-        Key("top", INT, "capture.top", "how many of the largest logits are kept for each token, from 2", "8"),
-        Key(
-            "window_requests",
-            TEXTS,
-            "capture.requests",
-            "ids of the requests in the window",
-            "all",
-            _NO_WINDOW,
-        ),
-        Key(
-            "window_positions",
-            RANGE,
-            "capture.positions",
-            "first and last position in the window, such as `[120, 130]`",
-            "all",
-            _NO_WINDOW,
-        ),
-        Key("window_sites", TEXTS, "capture.sites", "patterns of the sites in the window", "all", _NO_WINDOW),
-        Key(
-            "digest",
-            TEXT,
-            "capture.digest",
-            "where digests are computed: `host`, `device`, or `auto`",
-            "`auto`",
-        ),
-        Key(
-            "memory_mb",
-            INT,
-            "capture.memory_mb",
-            "how many MiB one forward's captured values may take before they are digested",
-            "256",
-        ),
-    ),
-    "Requests": (
-        Key("id", TEXT, "id", "a name, unique in the scenario", "`r0`, `r1`, ... by place"),
-        Key(
-            "prompt",
-            TEXT,
-            "prompt",
-            "text, which goes through the model's tokenizer",
-            "one of `prompt`, `tokens`",
-        ),
-        Key("tokens", INTS, "tokens", "token ids, such as `[1, 2, 3]`", "one of `prompt`, `tokens`"),
-        Key(
-            "arrival",
-            INT,
-            "arrival",
-            "the forward at which the request arrives, from 0; with `static` only 0",
-            "0",
-            (("schedule", "static"),),
-        ),
-    ),
-    "Request settings": (
-        Key("max_tokens", INT, "max_tokens", "how many tokens are generated at most", "64"),
-        Key("temperature", NUMBER, "sampling.temperature", "0 is greedy", "0"),
-        Key("top_p", NUMBER, "sampling.top_p", "more than 0, at most 1; 1 keeps all tokens", "1"),
-        Key(
-            "seed",
-            INT,
-            "sampling.seed",
-            "of this request's draws, which do not depend on the other requests",
-            "0",
-        ),
-        Key("ignore_stop", TRUTH, "ignore_stop", "generate on after a stop token", "false"),
-        Key("chat", TRUTH, "chat", "put the prompt into the model's chat template; for text only", "false"),
-    ),
-    "Rules": (
-        Key("site", TEXT, "site", "a pattern of site names (`*`, `?`, `[...]`)", "`*`"),
-        Key(
-            "phase",
-            TEXT,
-            "phase",
-            "`prefill`, `decode`, `draft` (all forwards of a draft model), `verify`, `mixed` (several in one forward) or `any`",
-            "`any`",
-        ),
-        Key("rows", TEXT, "rows", "how many rows the call has: `4`, `2..8` or `9..`", "`1..`"),
-        Key(
-            "path",
-            TEXT,
-            "path",
-            "`native`, `rows` (row by row), `pad:N`, or a reference kernel such as `candle-metal/mv`",
-            "`native`",
-        ),
-        Key(
-            "second_last",
-            TEXT,
-            "second_last",
-            "the second-to-last dimension of the call's input, written as `rows` is. Two rows are [1, 2, K] when packed and [2, 1, K] when padded",
-            "`1..`",
-        ),
-    ),
+_KINDS: Mapping[str, Kind] = {
+    "text": TEXT,
+    "integer": INT,
+    "number": NUMBER,
+    "truth": TRUTH,
+    "texts": TEXTS,
+    "integers": INTS,
+    "range": RANGE,
+    "engine": ENGINE,
+    **dict.fromkeys(("model", "profile", "trace"), TEXT),
 }
+# key | type, or what a path in it is | field | of no use once another key has a value | default | value
+_TABLE = """
+# Model
+model            | model    | model                  |                                  | required         | `"builtin"`, a directory that mlx-lm can load, or a hub id
+# Engine
+engine           | engine   | engine                 |                                  | `mlx`            | what runs the requests: `mlx`, `transformers`, the name of an installed engine, or a factory of your own as `package.module:factory`; as a table, `name` and free keys, which the engine is given
+# Schedule
+schedule         | text     | schedule.kind          |                                  | `serial`         | `serial`: one request after the other. `static`: all at once. `continuous`: each at its arrival
+layout           | text     | schedule.layout        |                                  | `padded`         | `padded`: batch × length, as mlx-lm does. `packed`: all rows of all requests on one axis
+active           | integer  | schedule.active        | schedule=serial schedule=static  | no limit         | how many requests may run at a time; for `continuous`
+row_budget       | integer  | schedule.row_budget    | layout=padded                    | no limit         | how many rows a forward may have; for `packed`
+prefill_chunk    | integer  | schedule.prefill_chunk |                                  | 2048             | how many prompt tokens of one request a forward takes at most
+# Speculation
+draft            | model    | speculation.draft      |                                  | off              | the draft model, named as `model` is: `"builtin-draft"`, a directory, or a hub id
+drafts           | integer  | speculation.drafts     | draft=off                        | 4                | how many tokens it proposes at a time; near a request's end, no more than are left
+# Teacher forcing
+force_tokens     | trace    | force_tokens           |                                  | off              | the directory of a trace; a request is fed the tokens that it generated there under the same id, whatever it would choose here
+# Cache
+kv_bits          | integer  | cache.kv_bits          |                                  | off              | mlx-lm's quantised cache: 2, 3, 4, 5, 6 or 8 bits; for `padded` and `serial`
+kv_group_size    | integer  | cache.kv_group_size    | kv_bits=off                      | 64               | how many values share a scale: 32, 64 or 128; with `kv_bits`
+kv_start         | integer  | cache.kv_start         | kv_bits=off                      | 0                | the position from which on the cache is quantised; with `kv_bits`
+page_tokens      | integer  | cache.page_tokens      | layout=padded                    | contiguous       | a paged cache, and how many positions a page has; for `packed`
+share_prefix     | truth    | cache.share_prefix     | layout=padded                    | false            | a request takes over the keys and values of what an earlier prompt began with, in whole pages if it is paged; for `packed`
+reuse_tokens     | integer  | cache.reuse_tokens     | schedule=static schedule=continuous layout=packed | off              | so many tokens of a prompt are in mlx-lm's `prompt_cache` beforehand, from a forward of their own; for `padded` and `serial`
+# Kernel plan
+kernels          | profile  | kernels.profile        |                                  | `native`: the backend's own choice | a dispatch profile, or `native`
+split_rows       | integer  | kernels.split_rows     |                                  | off              | linear calls of at most so many rows go row by row
+# Capture
+capture          | text     | capture.level          |                                  | `digest`         | `digest`: a 64-bit digest of each row at each site. `full`: the values too. `window`: the values inside a window
+lens             | truth    | capture.lens           |                                  | false            | also the logits that each layer's output gives
+top              | integer  | capture.top            |                                  | 8                | how many of the largest logits are kept for each token, from 2
+window_requests  | texts    | capture.requests       | capture=digest capture=full      | all              | ids of the requests in the window
+window_positions | range    | capture.positions      | capture=digest capture=full      | all              | first and last position in the window, such as `[120, 130]`
+window_sites     | texts    | capture.sites          | capture=digest capture=full      | all              | patterns of the sites in the window
+digest           | text     | capture.digest         |                                  | `auto`           | where digests are computed: `host`, `device`, or `auto`
+memory_mb        | integer  | capture.memory_mb      |                                  | 256              | how many MiB one forward's captured values may take before they are digested
+# Requests
+id               | text     | id                     |                                  | `r0`, `r1`, ... by place | a name, unique in the scenario
+prompt           | text     | prompt                 |                                  | one of `prompt`, `tokens` | text, which goes through the model's tokenizer
+tokens           | integers | tokens                 |                                  | one of `prompt`, `tokens` | token ids, such as `[1, 2, 3]`
+arrival          | integer  | arrival                | schedule=static                  | 0                | the forward at which the request arrives, from 0; with `static` only 0
+# Request settings
+max_tokens       | integer  | max_tokens             |                                  | 64               | how many tokens are generated at most
+temperature      | number   | sampling.temperature   |                                  | 0                | 0 is greedy
+top_p            | number   | sampling.top_p         |                                  | 1                | more than 0, at most 1; 1 keeps all tokens
+seed             | integer  | sampling.seed          |                                  | 0                | of this request's draws, which do not depend on the other requests
+ignore_stop      | truth    | ignore_stop            |                                  | false            | generate on after a stop token
+chat             | truth    | chat                   |                                  | false            | put the prompt into the model's chat template; for text only
+# Rules
+site             | text     | site                   |                                  | `*`              | a pattern of site names (`*`, `?`, `[...]`)
+phase            | text     | phase                  |                                  | `any`            | `prefill`, `decode`, `draft` (all forwards of a draft model), `verify`, `mixed` (several in one forward) or `any`
+rows             | text     | rows                   |                                  | `1..`            | how many rows the call has: `4`, `2..8` or `9..`
+path             | text     | path                   |                                  | `native`         | `native`, `rows` (row by row), `pad:N`, or a reference kernel such as `candle-metal/mv`
+second_last      | text     | second_last            |                                  | `1..`            | the second-to-last dimension of the call's input, written as `rows` is. Two rows are [1, 2, K] when packed and [2, 1, K] when padded
+"""
+
+
+def _table() -> dict[str, tuple[Key, ...]]:
+    found: dict[str, list[Key]] = {}
+    for line in _TABLE.strip().splitlines():
+        if line.startswith("# "):
+            keys = found[line[2:]] = []
+            continue
+        name, kind, place, unused, default, value = (cell.strip() for cell in line.split("|"))
+        pairs = (pair.partition("=")[::2] for pair in unused.split())
+        useless = tuple((other, None if taken == "off" else taken) for other, taken in pairs)
+        file = kind if _KINDS[kind] is TEXT and kind != "text" else ""
+        keys.append(Key(name, _KINDS[kind], place, useless, default, value, file))
+    return {section: tuple(keys) for section, keys in found.items()}
+
+
+TABLE: Mapping[str, tuple[Key, ...]] = _table()
 """Every key, by the section of docs/scenario.md that its table stands in. The order is the one that ``to_dict`` writes."""
 
 
