@@ -148,6 +148,7 @@ def test_show_says_what_an_engine_could_not_show(folder: Path) -> None:
         "compare", "--engine", "answers:make", "--prompt", "go", *arguments, "--keep", folder / "kept"
     )
     assert result.exit_code == 1 and "generated token 2" in result.output, result.output
+    assert "engine answers:make, engine.text abcd" in result.output
     text = run("show", folder / "kept" / "b").output
     assert "engine: answers:make, settings text abxd" in text
     assert "not recorded: sites (" in text and "not recorded: kernel paths (" in text

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from detdiff.compare import Composition, Magnitude, Origin
 from detdiff.scenario import PathRule, Schedule
+from detdiff.scenario.keys import TABLE
 
 LONGEST = 80  # characters of a text that are shown
 NAME, SENTENCE = 200, 4_000  # characters of a name, and of a sentence that may hold some
@@ -162,23 +163,10 @@ _OF_REQUESTS: Final[Mapping[str, Any]] = {
     "seed": 0,
 }
 """What a request may be asked for beside its prompt, and what it is where nothing is asked."""
-_DECISIVE = (
-    "schedule",
-    "layout",
-    "active",
-    "row_budget",
-    "prefill_chunk",
-    "kernels",
-    "split_rows",
-    "draft",
-    "drafts",
-    "force_tokens",
-    "kv_bits",
-    "kv_group_size",
-    "kv_start",
-    "page_tokens",
-    "share_prefix",
-    "reuse_tokens",
+_DECISIVE = tuple(
+    key.name
+    for section in ("Schedule", "Kernel plan", "Speculation", "Teacher forcing", "Cache")
+    for key in TABLE[section]
 )
 
 
@@ -234,6 +222,7 @@ def _values(values: Sequence[Any]) -> str:
 
 def decisive(scenario: Mapping[str, Any]) -> Iterator[str]:
     """What decides a run, one setting each; a setting that does nothing is left out."""
+    yield from _engine(scenario.get("engine"))
     for key in _DECISIVE:
         if key in scenario and not (key == "prefill_chunk" and scenario[key] == Schedule.prefill_chunk):
             yield f"{key} {named(str(scenario[key]))}"
@@ -246,6 +235,14 @@ def decisive(scenario: Mapping[str, Any]) -> Iterator[str]:
         more = ",..." if len(arrivals) > 2 * _LISTED else ""
         yield f"arrivals {','.join(map(str, arrivals[: 2 * _LISTED]))}{more}"
     yield from _sampled(requests)
+
+
+def _engine(said: Any) -> Iterator[str]:
+    """An engine and its settings, as flags are written; nothing for the default."""
+    table = dict(said) if isinstance(said, Mapping) else {} if said is None else {"name": said}
+    if table:
+        yield f"engine {named(str(table.pop('name', 'mlx')))}"
+        yield from (f"engine.{key} {named(str(value))}" for key, value in list(table.items())[:_LISTED])
 
 
 def _sampled(requests: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
