@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from detdiff.trace import Trace
+from detdiff.trace import Trace, parse_ranges
 
 from .alignment import CommonPorts, RowPairs
 from .details import Details, Runs
@@ -161,6 +161,28 @@ class Pass:
     across_models: bool = False
 
 
+@dataclass(frozen=True)
+class Rewritten:
+    """Entries below ``position`` that run ``run`` alone stored anew in these layers, after forward ``forward``."""
+
+    run: str
+    position: int
+    forward: int
+    layers: frozenset[int]
+
+
+def _quantised(trace: Trace, request: int, before: int) -> dict[int, tuple[int, int]]:
+    """(position, forward) at which the target's cache of a request was quantised before a forward began, by layer."""
+    found: dict[int, tuple[int, int]] = {}
+    for event in trace.events():
+        mine = event.get("request", request) == request and event.get("model", "target") == "target"
+        if event["event"] == "quantise" and mine and event["forward"] < before:
+            for run in parse_ranges(event["layers"], 1 << 20):
+                for layer in run:
+                    found.setdefault(layer, (event["position"], event["forward"]))
+    return found
+
+
 class RequestAnswer:
     """Answers for one request at a time; texts are token texts by id."""
 
@@ -212,8 +234,8 @@ class RequestAnswer:
             inherited=None if forward is None else forward.origins == 0 and forward.differing > 0,
             origin=origin,
             origins=self._counts(number),
-            cache_entry=self._first_entry(rows),
-            carriers=self._carriers(rows[pairs.position[rows] <= request.at]) if differing else None,
+            cache_entry=self._first_entry(request, rows),
+            carriers=self._carriers(request, rows[pairs.position[rows] <= request.at]) if differing else None,
             margins=_margins(request) if rung is not None else (),
             growth=self._growth(number, rows) if differing else None,
             chunks=() if origin is None else self._chunks(request, rows, origin),
@@ -348,8 +370,48 @@ class RequestAnswer:
         )
         return tuple(found)
 
-    def _first_entry(self, rows: Int64) -> CacheEntry | None:
+    def _rewritten(self, request: RequestPair, rows: Int64) -> Rewritten | None:
+        """The entries that one run alone stored anew, before the last of ``rows`` was computed; None without any.
+
+        Where both runs did, entries that were equal before are equal again, whenever that was.
+        """
+        if not len(rows):
+            return None
+        last = int(rows[np.argmax(self._done.pairs.position[rows])])
+        sides = [
+            _quantised(trace, number, int(trace.row_index().forward[at[last]]))
+            for trace, number, at in (
+                (self._runs.a, request.a, self._done.pairs.a),
+                (self._runs.b, request.b, self._done.pairs.b),
+            )
+        ]
+        alone = [side.keys() - other.keys() for side, other in (sides, sides[::-1])]
+        if bool(alone[0]) == bool(alone[1]):
+            return None
+        run = int(not alone[0])
+        layer = min(alone[run])
+        position, forward = sides[run][layer]
+        return Rewritten("ab"[run], position, forward, frozenset(alone[run]))
+
+    def _first_entry(self, request: RequestPair, rows: Int64) -> CacheEntry | None:
         """In execution order: by run A's forward, then site, then row."""
+        tally, pairs = self._done.tally, self._done.pairs
+        new = self._rewritten(request, rows[pairs.position[rows] <= request.at])
+        old = self._first_written(rows)
+        if new is None:
+            return old
+        mine = rows[pairs.position[rows] < new.position]
+        places = [
+            place
+            for n, place in enumerate(tally.cache_sites)
+            if self._done.ports.sites[place].site.layer in new.layers and tally.present(n, mine).any()
+        ]
+        if not places or (old is not None and old.position < new.position):
+            return old
+        first = int(mine[np.argmin(pairs.position[mine])])
+        return self._done.details.cache_entry(first, places[0], rewritten=(new.run, new.forward))
+
+    def _first_written(self, rows: Int64) -> CacheEntry | None:
         tally, pairs = self._done.tally, self._done.pairs
         some = rows[(tally.entries[:, rows] > 0).any(axis=0)]
         if not len(some):
@@ -360,7 +422,7 @@ class RequestAnswer:
         row = int(some[np.argmax(tally.entries[n, some] > 0)])
         return self._done.details.cache_entry(row, tally.cache_sites[n])
 
-    def _carriers(self, rows: Int64) -> Carriers | None:
+    def _carriers(self, request: RequestPair, rows: Int64) -> Carriers | None:
         """What the last compared row, which is the flip's where there is one, could read; None where no entry is recorded.
 
         Entries written at or before it, of the layers where what that row read differs; of a recurrent state, the last.
@@ -373,9 +435,12 @@ class RequestAnswer:
         layers: set[int] = set()
         where = np.zeros(len(rows), dtype=bool)
         differing = tally.entries[:, rows]
+        new = self._rewritten(request, rows)
         for n, place in enumerate(tally.cache_sites):
             site = ports.sites[place].site
             present, found = tally.present(n, rows), differing[n]
+            if new is not None and site.layer in new.layers and site.kind == "cache_write":
+                found = np.where(position < new.position, present, found)
             if site.kind == "state" and present.any():
                 latest = position == position[present > 0].max()
                 present, found = present * latest, found * latest

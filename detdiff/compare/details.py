@@ -105,11 +105,13 @@ class Details:
         own = sum(member.rows for member in composition.members if member.request == request)
         return own, own
 
-    def cache_entry(self, row: int, place: int) -> CacheEntry:
-        """The first entry of a cache or state site that differs in a row pair."""
+    def cache_entry(self, row: int, place: int, rewritten: tuple[str, int] | None = None) -> CacheEntry:
+        """The first entry of a cache or state site that differs in a row pair; of entries that a run has ``rewritten``, by
+        its name and the forward after which it did, the first of all."""
         differ = self._ports_that_differ(row)
         site = self._ports.sites[place]
-        port = next(n for n in site.outputs if differ[n])
+        known = self._scanner.pair(row).columns.pair >= 0
+        port = next(n for n in site.outputs if (differ[n] if rewritten is None else known[n]))
         name = self._ports.names[port].removeprefix(f"{site.site.name}.")
         kind, _, head = name.rpartition(".")
         forward_a, forward_b = self.forwards(row)
@@ -123,7 +125,9 @@ class Details:
             written_b=forward_b,
             composition_a=composition_a,
             composition_b=composition_b,
-            magnitude=self.magnitude(row, port),
+            magnitude=self.magnitude(row, port) if rewritten is None else None,
+            rewritten_a=rewritten[1] if rewritten is not None and rewritten[0] == "a" else None,
+            rewritten_b=rewritten[1] if rewritten is not None and rewritten[0] == "b" else None,
         )
 
     def logits(self, row: int) -> Magnitude | None:

@@ -307,7 +307,8 @@ class OriginCount:
 class CacheEntry:
     """A cache entry that differs: ``kind`` is ``K``, ``V`` or ``state``; ``head`` is the state's number for a state.
 
-    ``written_a`` and ``written_b`` are the forwards that wrote it.
+    ``written_a`` and ``written_b`` are the forwards that wrote it. ``rewritten_*`` is the forward after which a run
+    stored the entry anew in another form, as a cache does that is quantised; None where it did not.
     """
 
     layer: int | None
@@ -319,6 +320,8 @@ class CacheEntry:
     composition_a: Composition | None
     composition_b: Composition | None
     magnitude: Magnitude | None
+    rewritten_a: int | None = None
+    rewritten_b: int | None = None
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,8 @@ def grouped(run: str, ids: Sequence[str], noticed: Iterable[Noticed]) -> Iterato
                 if key not in ("kind", "request")
             )
             findings.append(Finding(run, str(kind or "event"), _id(ids, request), found.forward, detail))
-    for what, groups, said in (("cache_changed", changed, _changed), ("offset", offsets, _offset)):
+    # A cache that is elsewhere than its rows is why entries are not what was written, so that stands first.
+    for what, groups, said in (("offset", offsets, _offset), ("cache_changed", changed, _changed)):
         for request, (first, *later) in _by_layers(groups).items():
             detail = said([each.event for each in first])
             other = [group for group in later if said([each.event for each in group]) != detail]
@@ -145,10 +146,10 @@ def _changed(events: Sequence[Mapping[str, Any]]) -> str:
             f"{event.get('position')} is not what was written"
         )
     sides = sorted({str(event.get("entry")) for event in single})
-    spans = [
-        f"{key}s {format_ranges(event[key] for event in single if _numbers(event, key))}"
-        for key in ("layer", "head", "position")
-    ]
+    spans = []
+    for key in ("layer", "head", "position"):
+        numbers = format_ranges(event[key] for event in single if _numbers(event, key))
+        spans.append(f"{key}{'' if numbers.isdigit() else 's'} {numbers}")
     rest = f" and {more:,} more of these layers" if more else ""
     return f"{len(single):,} cache entries{rest} are not what was written: {' and '.join(sides)}, {', '.join(spans)}"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -78,6 +79,26 @@ def test_a_target_cache_that_keeps_one_row_too_many(sound: Trace, runs: Runs) ->
     assert any("stayed in the target's cache" in text for text in found(divergence, "stale"))
     offsets = found(divergence, "offset")
     assert offsets and "trim of the target's cache (1 of 1 rows)" in " ".join(offsets)
+
+
+def test_a_draft_cache_that_is_trimmed_one_too_many(sound: Trace, runs: Runs) -> None:
+    native = RequestCaches.trim
+
+    def one_too_many(self: RequestCaches, request: int, count: int) -> int:
+        done = native(self, request, count)
+        for cache in self.of(request) if self._name == "draft" and count else ():
+            cache.trim(1)
+        return done
+
+    divergence = compare(sound, faulty(runs, patched(RequestCaches, "trim", one_too_many)))
+    told = [finding for finding in divergence.bookkeeping if finding.what in ("offset", "cache_changed")]
+    assert told[0].what == "offset" and "is at offset" in told[0].detail
+    # Only the entries that are gone: those before them lie where they were written.
+    first = next(finding for finding in told if finding.what == "cache_changed")
+    offset, row = (int(n) for n in re.findall(r"at offset (\d+), the row at (\d+)", told[0].detail)[0])
+    assert offset == row - 1
+    assert f"heads 0-1, position {offset};" in first.detail, first.detail
+    assert all(request.flip is None and request.differing == 0 for request in divergence.requests)
 
 
 def test_a_trim_that_does_less_than_it_is_asked(sound: Trace, runs: Runs) -> None:

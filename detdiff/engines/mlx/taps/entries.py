@@ -190,6 +190,11 @@ def physical_places(call: CacheCall, length: int, segment: Segment) -> tuple[int
     """
     end = segment.start + segment.count
     first = segment.start - (0 if call.own else segment.column)  # the position of the first column written
+    if length < end and call.ring is None and call.window is None and call.chunk is None:
+        # Too few for all positions: its newest old ones are missing, and those before lie where they always did.
+        old = length - call.columns
+        left = np.minimum(np.arange(first, dtype=np.int64), max(0, old - 1))
+        return 0, np.concatenate([left, np.arange(first, end, dtype=np.int64) - first + old])
     oldest = max(0, first - (length - call.columns))
     keep = 0
     if call.ring is not None:
