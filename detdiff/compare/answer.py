@@ -212,12 +212,12 @@ class RequestAnswer:
         scores = request.scores()
         if rung is None and scores is not None and scores.differing and not self._done.ports.names:
             rung = "bits"
-        if rung is None and (request.flip is not None or request.text is not None):
+        if rung is None and request.flip is not None:
             rung = "tokens"
         not_finite = request.not_finite()
         flip = None if request.flip is None else self._flip(request, rows)
         forward = None
-        if flip is not None and "forwards" not in (*lacks(self._runs.a), *lacks(self._runs.b)):
+        if flip is not None and len(rows) and "forwards" not in (*lacks(self._runs.a), *lacks(self._runs.b)):
             forward = self._flip_forward(request, flip, rows)
         return RequestDivergence(
             id=request.id,

@@ -179,7 +179,7 @@ class Flip:
 
 @dataclass(frozen=True)
 class TextFlip:
-    """The first character that differs of two answered texts, where no token ids are known; ``a`` and ``b`` go on from it."""
+    """The flip of two texts without token ids: its character, counted from 0; ``a`` and ``b`` go on from it."""
 
     index: int
     a: str

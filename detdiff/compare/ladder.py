@@ -88,7 +88,7 @@ def align(
     ports = CommonPorts.of(a, b)
     # Where an engine shows no sites, or names its own, tokens and logits can be compared all the same.
     rowless = across_models or not (a.sites and b.sites) or engine_of(a) != engine_of(b)
-    if rowless and not any(pair.answered for pair in pairing.pairs) and not ports.names:
+    if rowless and not ports.names and not any(pair.common for pair in pairing.pairs):
         raise NothingComparable(_nothing_answered(a, b))
     if not ports.names and not rowless:
         raise NothingComparable(
@@ -126,14 +126,18 @@ def scan(aligned: Aligned, watch: Watch | None = None) -> Pass:
             runs.log_b.call_numbers(pairs.b[rows], site.index_b),
         )
 
-    tally = Tally(ports, pairs, calls, watch, one_model=not aligned.across_models)
+    tally = Tally(
+        ports,
+        pairs,
+        calls,
+        watch,
+        nameless=aligned.across_models or any("sites" in lacks(run) for run in (runs.a, runs.b)),
+    )
     scanner = Scanner(runs.a, runs.b, ports, pairs)
     for block in scanner.blocks():
         tally.add(block, forward_a)
     tally.settle(forward_a)
-    if not tally.compared.any() and not any(
-        pair.answered for pair in aligned.pairing.pairs if aligned.rowless
-    ):
+    if not tally.compared.any() and not any(pair.common for pair in aligned.pairing.pairs if aligned.rowless):
         raise NothingComparable(
             f"Run a ({runs.a.path}) and run b ({runs.b.path}) share {len(pairs)} rows, and no port is recorded for a row "
             "in both. Expected digests of the same sites. Record both runs with the same version."
@@ -163,12 +167,7 @@ def _answer(aligned: Aligned, done: Pass) -> Divergence:
     not_compared = list(pairing.not_compared)
     for number, request in enumerate(pairing.pairs):
         answer = maker.answer(number, request, request.id in fed_otherwise)
-        if (
-            answer.rows
-            or answer.flip is not None
-            or answer.rung is not None
-            or (rowless and request.answered)
-        ):
+        if answer.rows or answer.flip is not None or answer.rung is not None or (rowless and request.common):
             requests.append(answer)
         else:
             what = "nothing that it answered" if rowless else "no row of it"
@@ -276,7 +275,7 @@ def _notes(runs: Runs, pairing: Pairing, done: Pass, requests: list[RequestDiver
         notes.append(
             f"{done.tally.blind} rows differ without a named origin, since what their attention read was not recorded"
         )
-    if any(request.flip is not None and request.limit == request.at for request in pairing.pairs):
+    if len(done.pairs) and any(r.flip is not None and r.limit == r.at for r in pairing.pairs):
         notes.append("rows after a request's first flip saw other tokens and are not compared")
     for trace, run in ((runs.a, "a"), (runs.b, "b")):
         if was_forced(trace):
@@ -295,6 +294,20 @@ def _of_request(request: RequestDivergence) -> list[str]:
         notes.append(
             f"request {request.id}: the logits of token {found.index} in run {found.run} are not finite "
             f"({' and '.join(what)}), which is equal to nothing"
+        )
+    if request.text is not None:
+        notes.append(
+            f"request {request.id}: the texts differ from character {request.text.index} on: {request.text.a!r} in run a and "
+            f"{request.text.b!r} in run b"
+        )
+    scores = request.scores
+    if scores is not None and scores.differing and not request.rows:
+        notes.append(
+            f"request {request.id}: {scores.differing} of {scores.compared} logits or log-probabilities differ, by {scores.max_abs:.3g} "
+            f"({scores.max_ulp:,} ULP in {scores.dtype}) at most; the first at token {scores.index}: {scores.a:.9g} in run a and "
+            f"{scores.b:.9g} in run b for token id {scores.token}"
+            if scores.max_abs is not None and scores.max_ulp is not None
+            else f"request {request.id}: {scores.differing} of {scores.compared} logits or log-probabilities differ"
         )
     if request.flip is not None and request.logits_equal:
         notes.append(
@@ -341,7 +354,10 @@ def _observed(runs: Runs) -> list[str]:
             f"recording was checked: the first {forwards} forwards of each run again without it, logits bit-equal"
         ]
     notes = []
-    for observer, run in zip(found, "ab", strict=True):
+    for observer, run, trace in zip(found, "ab", (runs.a, runs.b), strict=True):
+        if "sites" in lacks(trace):
+            # Nothing was tapped that could disturb it.
+            continue
         if observer.get("equal") is False:
             notes.append(
                 f"run {run}: RECORDING CHANGED THE LOGITS: its first {observer.get('forwards')} forwards, run again without "

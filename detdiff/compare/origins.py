@@ -229,13 +229,13 @@ class Tally:
         calls: Calls,
         watch: Watch | None = None,
         *,
-        one_model: bool = True,
+        nameless: bool = False,
     ) -> None:
         """``calls`` numbers, for row pairs and a site's place, the kernel calls of both runs; only origins ask it.
 
-        Unless both runs are of ``one_model``, nothing is an origin.
+        Nothing is an origin where it would be ``nameless``: between two models, or without sites inside the model.
         """
-        self._one_model = one_model
+        self._nameless = nameless
         rows, sites, requests = len(pairs), len(ports.sites), pairs.streams
         self._ports, self._pairs, self._calls, self._watch = ports, pairs, calls, watch
         self.differing = np.zeros(rows, dtype=np.int32)
@@ -372,7 +372,7 @@ class Tally:
 
     def claim(self, place: int, rows: Int64, at: Int64, forward_a: Int64) -> None:
         """Count an origin at the site ``place`` (or ROOT) in ``rows`` of one request; ``at`` orders them by site."""
-        if not self._one_model:
+        if self._nameless:
             return
         number = int(self._pairs.stream[rows[0]])
         self.origins[rows] += 1

@@ -46,11 +46,8 @@ class Steps:
     top_logits: NDArray[np.float32]
 
     @classmethod
-    def of(cls, generated: Generated, request: int, *, logits: bool = True) -> Steps:
-        """The last write of each index; indices after a gap are left out, as nothing says what came before.
-
-        Without ``logits`` those of the trace stand for nothing, and k is 0.
-        """
+    def of(cls, generated: Generated, request: int) -> Steps:
+        """The last write of each index; indices after a gap are left out, as nothing says what came before."""
         mine = np.flatnonzero(generated.request == request)
         index = generated.index[mine]
         found, last = np.unique(index[::-1], return_index=True)
@@ -60,8 +57,8 @@ class Steps:
             generated.token[rows],
             generated.forward[rows],
             generated.position[rows],
-            generated.top_ids[rows] if logits else generated.top_ids[rows, :0],
-            generated.top_logits[rows] if logits else generated.top_logits[rows, :0],
+            generated.top_ids[rows],
+            generated.top_logits[rows],
         )
 
     def __len__(self) -> int:
@@ -112,18 +109,12 @@ class RequestPair:
     limit: int
     forced: bool
     cut: str | None
-    texts: bool = False
     text: TextFlip | None = None
 
     @property
     def common(self) -> int:
         """How many generated tokens were compared."""
         return min(len(self.steps_a), len(self.steps_b))
-
-    @property
-    def answered(self) -> bool:
-        """Whether anything that the runs answered was compared."""
-        return self.common > 0 or self.texts
 
     def scores(self) -> ScoreDifference | None:
         """The top logits, or log-probabilities, of tokens that both runs recorded, up to the flip; None without any."""
@@ -222,7 +213,7 @@ def pair_requests(
         for trace in (b, a)
     )
     generated_a, generated_b = a.generated(lens=False), b.generated(lens=False)
-    answers_a, answers_b = answered_texts(a), answered_texts(b)
+    textual = all("tokens" in lacks(trace) for trace in (a, b))
     forced = was_forced(a) or was_forced(b)
     pairs: list[RequestPair] = []
     left_out: list[NotCompared] = []
@@ -236,36 +227,16 @@ def pair_requests(
             left_out.append(NotCompared(id, _prompt_reason(asked_a["tokens"], asked_b["tokens"])))
             continue
         workload += _asked_otherwise(id, asked_a, asked_b, forced)
-        steps_a, steps_b = (
-            Steps.of(generated, which, logits="logits" not in lacks(trace))
-            for trace, generated, which in ((a, generated_a, number), (b, generated_b, of_b[id]))
-        )
+        steps_a, steps_b = Steps.of(generated_a, number), Steps.of(generated_b, of_b[id])
         ends = _Ends(asked_a.get("max_tokens"), asked_b.get("max_tokens"), a.complete, b.complete)
         flip, kind, cut = _first_flip(steps_a, steps_b, ends)
         at = NO_LIMIT if flip is None else _position(steps_a, steps_b, flip)
         limit = _last_fed_alike(a, b, (number, of_b[id]), at) if forced else at
         prompt = len(asked_a["tokens"])
-        texts, text = False, None
-        if not (len(steps_a) and len(steps_b)) and id in answers_a and id in answers_b:
-            # Tokens that one run alone has say nothing of the other's.
-            flip, kind, at, limit, cut = None, "", NO_LIMIT, NO_LIMIT, None
-            texts, text = True, _first_character(answers_a[id], answers_b[id])
+        text = _text_flip(steps_a, steps_b, flip) if textual else None
         pairs.append(
             RequestPair(
-                id,
-                number,
-                of_b[id],
-                prompt,
-                steps_a,
-                steps_b,
-                flip,
-                kind,
-                at,
-                limit,
-                forced,
-                cut,
-                texts,
-                text,
+                id, number, of_b[id], prompt, steps_a, steps_b, flip, kind, at, limit, forced, cut, text
             )
         )
     left_out += [NotCompared(id, "only run b has it") for id in of_b if id not in of_a]
@@ -274,17 +245,11 @@ def pair_requests(
     return Pairing(tuple(pairs), tuple(left_out), tuple(workload))
 
 
-def answered_texts(trace: Trace) -> dict[str, str]:
-    """What a run answered as text, by request id: all that a trace has without token ids."""
-    found = trace.header.get("answers")
-    return {str(id): str(text) for id, text in found.items()} if isinstance(found, dict) else {}
-
-
-def _first_character(a: str, b: str) -> TextFlip | None:
-    index = next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-    if a == b:
+def _text_flip(a: Steps, b: Steps, flip: int | None) -> TextFlip | None:
+    """The flip of two texts; tokens are code points."""
+    if flip is None:
         return None
-    return TextFlip(index, a[index : index + _CONTEXT], b[index : index + _CONTEXT])
+    return TextFlip(flip, *("".join(map(chr, s.token[flip : flip + _CONTEXT].tolist())) for s in (a, b)))
 
 
 def was_forced(trace: Trace) -> bool:

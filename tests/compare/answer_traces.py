@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,17 +28,18 @@ class Answered:
 
 def answers(path: Path, *given: Answered, **header: Any) -> Trace:
     """A trace without sites, of requests r0, r1, …; one forward for each generated token of each request."""
-    texts = {f"r{n}": each.text for n, each in enumerate(given) if each.text is not None}
+    given = tuple(
+        each if each.text is None else replace(each, tokens=[ord(c) for c in each.text]) for each in given
+    )
     unknown = {} if any(each.top is not None for each in given) else {"logits": "it gives tokens alone"}
     head = {
         "engine": {"name": "mine:engine", "settings": {}},
         "lacks": {**LACKS, **unknown},
         "sites": [],
         "requests": [
-            {"id": f"r{n}", "tokens": list(each.prompt), "max_tokens": 8, "sampling": dict(each.sampling)}
+            {"id": f"r{n}", "tokens": list(each.prompt), "max_tokens": 64, "sampling": dict(each.sampling)}
             for n, each in enumerate(given)
         ],
-        **({"answers": texts} if texts else {}),
         **header,
     }
     with TraceWriter(path, head) as writer:
@@ -56,7 +57,7 @@ def answers(path: Path, *given: Answered, **header: Any) -> Trace:
                 }
                 made = forwards(writer) + 1
                 writer.forward({"forward": made, **line, "plan": writer.plan([])})
-                top = [(token, 0.0)] if each.top is None else each.top[index]
+                top = () if each.top is None else each.top[index]
                 writer.generated(
                     Generated(
                         *(np.array([n], np.int32) for n in (number, index, token, made)),
@@ -109,4 +110,4 @@ def taps(
 
 def tops() -> tuple[Any, Any]:
     """The top logits of one token whose engine gives none."""
-    return np.full((1, 1), 7, np.int32), np.zeros((1, 1), np.float32)
+    return np.zeros((1, 0), np.int32), np.zeros((1, 0), np.float32)

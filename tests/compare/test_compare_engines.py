@@ -89,7 +89,7 @@ def test_equal_logits_and_other_tokens_are_sampling(tmp_path: Path) -> None:
 
 
 def test_texts_alone_give_the_first_character(tmp_path: Path) -> None:
-    lacks = dict.fromkeys(("tokens", "sites"), "the server gives text")
+    lacks = dict.fromkeys(("tokens", "sites", "logits"), "the server gives text")
     a, b, c = (
         answers(tmp_path / str(n), Answered(text=text), lacks=lacks)
         for n, text in enumerate(("the cat sat", "the cow", "the cat sat"))
@@ -99,7 +99,7 @@ def test_texts_alone_give_the_first_character(tmp_path: Path) -> None:
     assert found.rung == "tokens" and text is not None
     assert (text.index, text.a, text.b) == (5, "at sat", "ow")
     assert compare(a, c).identical
-    assert "both runs: token ids and sites are not recorded: the server gives text" in found.notes
+    assert "both runs: token ids, sites and logits are not recorded: the server gives text" in found.notes
 
 
 def test_an_engine_with_sites_beside_one_without(tmp_path: Path) -> None:
