@@ -4,9 +4,7 @@ from detdiff.compare.divergence import (
     Acceptance,
     Agreement,
     CacheEntry,
-    Carriers,
     Choice,
-    Chunk,
     Compared,
     Composition,
     Divergence,
@@ -15,15 +13,11 @@ from detdiff.compare.divergence import (
     Events,
     Finding,
     Flip,
-    FlipForward,
-    Growth,
     Magnitude,
-    Margin,
     Member,
     NotCompared,
     NotFinite,
     Origin,
-    OriginCount,
     Proposed,
     RequestDivergence,
     Run,
@@ -34,7 +28,7 @@ from detdiff.compare.divergence import (
     Verified,
 )
 from detdiff.compare.grids import Grid
-from detdiff.compare.ladder import RUNGS, compare
+from detdiff.compare.ladder import compare
 from detdiff.compare.metrics import Values, kl_divergence, measure, ulp_distance
 from detdiff.compare.series import (
     ForwardPoint,
@@ -47,13 +41,10 @@ from detdiff.compare.series import (
 )
 
 __all__ = [
-    "RUNGS",
     "Acceptance",
     "Agreement",
     "CacheEntry",
-    "Carriers",
     "Choice",
-    "Chunk",
     "Compared",
     "Composition",
     "Divergence",
@@ -62,18 +53,14 @@ __all__ = [
     "Events",
     "Finding",
     "Flip",
-    "FlipForward",
     "ForwardPoint",
     "Grid",
-    "Growth",
     "LensPoint",
     "Magnitude",
-    "Margin",
     "Member",
     "NotCompared",
     "NotFinite",
     "Origin",
-    "OriginCount",
     "Proposed",
     "RequestDivergence",
     "RequestSeries",

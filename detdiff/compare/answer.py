@@ -215,7 +215,7 @@ class RequestAnswer:
         if rung is None and request.flip is not None:
             rung = "tokens"
         not_finite = request.not_finite()
-        flip = None if request.flip is None else self._flip(request, rows)
+        flip = None if request.flip is None or request.text is not None else self._flip(request, rows)
         forward = None
         if flip is not None and len(rows) and "forwards" not in (*lacks(self._runs.a), *lacks(self._runs.b)):
             forward = self._flip_forward(request, flip, rows)

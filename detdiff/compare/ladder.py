@@ -295,26 +295,7 @@ def _of_request(request: RequestDivergence) -> list[str]:
             f"request {request.id}: the logits of token {found.index} in run {found.run} are not finite "
             f"({' and '.join(what)}), which is equal to nothing"
         )
-    if request.text is not None:
-        notes.append(
-            f"request {request.id}: the texts differ from character {request.text.index} on: {request.text.a!r} in run a and "
-            f"{request.text.b!r} in run b"
-        )
-    scores = request.scores
-    if scores is not None and scores.differing and not request.rows:
-        notes.append(
-            f"request {request.id}: {scores.differing} of {scores.compared} logits or log-probabilities differ, by {scores.max_abs:.3g} "
-            f"({scores.max_ulp:,} ULP in {scores.dtype}) at most; the first at token {scores.index}: {scores.a:.9g} in run a and "
-            f"{scores.b:.9g} in run b for token id {scores.token}"
-            if scores.max_abs is not None and scores.max_ulp is not None
-            else f"request {request.id}: {scores.differing} of {scores.compared} logits or log-probabilities differ"
-        )
-    if request.flip is not None and request.logits_equal:
-        notes.append(
-            f"request {request.id}: the logits that chose token {request.flip.index} are bit-equal and the tokens differ: it was "
-            "chosen otherwise (sampling: seed, temperature, penalties), not computed otherwise"
-        )
-    elif request.rung == "tokens" and request.rows:
+    if request.rung == "tokens" and request.rows and not request.logits_equal:
         notes.append(
             f"request {request.id}: every compared digest is equal and the tokens differ: the choice of the token differs, "
             "or something that was not recorded"

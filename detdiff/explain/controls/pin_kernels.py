@@ -120,7 +120,10 @@ def _outcome(case: Case, how: str, traces: Mapping[Side, Trace], tried: list[dic
     )
     tokens, bits = last["tokens_equal"], last["bits_equal"]
     if tokens and bits:
-        said = f"with {how}, both sides give the same tokens, and every row writes bit-equal cache entries"
+        # A cache that is not recorded was not compared.
+        unseen = any("cache" in trace.header.get("lacks", {}) for trace in traces.values())
+        entries = "has bit-equal sites" if unseen else "writes bit-equal cache entries"
+        said = f"with {how}, both sides give the same tokens, and every row {entries}"
     elif tokens:
         said = f"even with {how}, cache entries or logits differ, though the tokens are equal"
     else:
