@@ -1,8 +1,8 @@
-"""Every origin of two traces, not only the first of each request: which site, which row, on which paths."""
+"""Every origin of two traces, the values that a re-run captured of them, and which rows an operation gets wrong."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +13,13 @@ from detdiff.compare.alignment import CommonPorts, RowPairs, pair_rows
 from detdiff.compare.details import Runs
 from detdiff.compare.digests import Scanner
 from detdiff.compare.forwards import Call, RunLog
+from detdiff.compare.metrics import Values
 from detdiff.compare.origins import ROOT, SettledOrigins, Tally
 from detdiff.compare.tokens import pair_requests
+from detdiff.errors import OracleRefused
 from detdiff.trace import Site, Trace
+
+from .roundings import Float64
 
 Int64 = NDArray[np.int64]
 
@@ -123,3 +127,241 @@ class _Maker:
             self._runs.log_a.call(forward_a, site.index_a, (number_a, position)),
             self._runs.log_b.call(forward_b, site.index_b, (number_b, position)),
         )
+
+
+DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+DRAFT = "draft."
+
+
+class Captured:
+    """The values of one trace by request, position, site and port."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self._names = {site.name: site for site in trace.sites}
+        self._numbers = {str(request["id"]): number for number, request in enumerate(trace.requests)}
+        self._writes: dict[tuple[int, int, bool], list[int]] = {}
+        index = trace.row_index()
+        draft = index.phase == 2
+        for row, key in enumerate(
+            zip(index.request.tolist(), index.position.tolist(), draft.tolist(), strict=True)
+        ):
+            self._writes.setdefault(key, []).append(row)
+
+    def row(
+        self, request: str, position: int, *, until: int | None = None, draft: bool = False
+    ) -> int | None:
+        """The place of the last row of a position, of forwards up to ``until``."""
+        rows = self._writes.get((self._numbers[request], position, draft), [])
+        forwards = self.trace.row_index().forward
+        return next((row for row in reversed(rows) if until is None or forwards[row] <= until), None)
+
+    def value(self, row: int, site: str, port: str) -> Values | None:
+        """What a port held in a row of the trace; None where it was not captured."""
+        try:
+            number = self.trace.port_index(site, port)
+        except KeyError:
+            return None
+        index = self.trace.row_index()
+        table = int(index.table[row])
+        column = int(self.trace.tables[table][number])
+        if column < 0:
+            return None
+        shard = self.trace.shard(int(index.shard[row]))
+        data = shard.value_at(table, column, int(index.row[row]))
+        return None if data is None else Values(data, shard.tensors[f"value/{table}/{column}"].dtype)
+
+    def needed(self, row: int, site: Site, port: str) -> Values:
+        """The same; raises OracleRefused."""
+        found = self.value(row, site.name, port)
+        if found is None:
+            raise OracleRefused(
+                f"The value of {site.name}.{port} was not captured, or the cache holds it in a form that is not; a quantised "
+                "cache is one. Judge the sites before and after it."
+            )
+        return found
+
+    def entries(self, request: str, site: Site, side: str, span: range, until: int) -> Float64:
+        """Cache entries (heads, positions of ``span``, width) that ``site`` wrote, as they stood at forward ``until``.
+
+        Raises OracleRefused.
+        """
+        rows = self._rows_of(request, site, span, until)
+        ports = [port for port in site.outputs if port.partition(".")[0] == side]
+        return np.stack(
+            [np.stack([self.needed(row, site, port).numbers() for row in rows]) for port in ports]
+        )
+
+    def written(self, request: str, site: Site, port: str, span: range, until: int) -> Float64:
+        """What was given to a cache (positions of ``span``, heads times width), the last of each position."""
+        rows = self._rows_of(request, site, span, until)
+        return np.stack([self.needed(row, site, port).numbers() for row in rows])
+
+    def _rows_of(self, request: str, site: Site, span: range, until: int) -> list[int]:
+        draft = site.name.startswith(DRAFT)
+        rows = [self.row(request, position, until=until, draft=draft) for position in span]
+        if None in rows:
+            raise OracleRefused(
+                f"A position before {span.stop} of {request} has no row in this run, as its entries were taken over from "
+                "elsewhere. Judge the sites before attention."
+            )
+        return [row for row in rows if row is not None]
+
+    def write_site(self, layer: int | None, *, draft: bool) -> Site:
+        """Where a layer's cache is written; raises OracleRefused."""
+        for site in self._names.values():
+            if site.kind == "cache_write" and site.layer == layer and site.name.startswith(DRAFT) == draft:
+                return site
+        raise OracleRefused(
+            f"Layer {layer} writes no cache of its own, so what its attention read is not known. Judge the sites around it."
+        )
+
+    def output(self, site: Site, rows: Sequence[int]) -> tuple[Float64, str]:
+        """What ``site`` gave in these rows (rows, width), and its dtype's name; raises OracleRefused."""
+        if site.kind == "cache_write":
+            values = [[self.needed(row, site, port) for port in site.outputs] for row in rows]
+            joined = np.stack([np.concatenate([value.numbers() for value in each]) for each in values])
+            return joined, dtype_of(values[0][0])
+        found = [self.needed(row, site, site.outputs[0]) for row in rows]
+        return np.stack([value.numbers() for value in found]), dtype_of(found[0])
+
+
+def dtype_of(values: Values) -> str:
+    """A dtype's name as the oracle has it; raises OracleRefused for others."""
+    if values.dtype not in DTYPES:
+        raise OracleRefused(
+            f"A value of dtype {values.dtype} was captured; the oracle knows the roundings of {', '.join(DTYPES.values())}."
+        )
+    return DTYPES[values.dtype]
+
+
+def significant(x: Float64, bits: int, *, nearest: bool = True) -> Float64:
+    """``x`` with ``bits`` significant bits, rounded to nearest even or cut off."""
+    fraction, exponent = np.frexp(x)
+    scaled = np.ldexp(fraction, bits)
+    whole: NDArray[np.float64] = np.rint(scaled) if nearest else np.trunc(scaled)
+    found: Float64 = np.ldexp(whole, exponent - bits)
+    return found
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where a row lay in its forward. ``row`` is its batch row when padded and its column when packed; ``tokens`` the
+    columns of each batch row, ``rows`` all rows M, padding included; ``chunk`` counts the request's prefill forwards."""
+
+    row: int
+    tokens: int
+    rows: int
+    padded: bool
+    chunk: int
+    phase: str
+
+
+CANDIDATES: tuple[tuple[str, Callable[[Seat], bool]], ...] = (
+    ("only rows from 1 on", lambda seat: seat.row >= 1),
+    ("only where a forward has one token a row (T = 1)", lambda seat: seat.tokens == 1),
+    ("only padded rows", lambda seat: seat.padded),
+    ("only from the second prefill chunk on", lambda seat: seat.chunk >= 2),
+)
+
+
+def pattern_of(affected: Iterable[Seat], spared: Iterable[Seat]) -> str:
+    """What all affected rows have in common and not all spared ones; empty where nothing tells them apart.
+
+    Spared rows had equal inputs in both runs too, and equal outputs.
+    """
+    hit, free = list(affected), list(spared)
+    if not hit:
+        return ""
+    found = [
+        (words, holds)
+        for words, holds in CANDIDATES
+        if all(map(holds, hit)) and not all(map(holds, free)) and free
+    ]
+    words = [each for each, _ in found]
+    low, high = min(seat.rows for seat in hit), max(seat.rows for seat in hit)
+    others = [seat for seat in free if all(holds(seat) for _, holds in found)]
+    within = [seat for seat in others if low <= seat.rows <= high]
+    if len(within) < len(others) or not any(low <= seat.rows <= high for seat in free):
+        words.append(f"only M from {low} to {high}" if high > low else f"only M = {low}")
+        others = within
+    if not words:
+        return f"{len(hit)} of {len(hit) + len(free)} rows with equal inputs, in no pattern of rows, lengths or chunks"
+    every = "every such row" if not others else f"{len(hit)} of {len(hit) + len(others)} such rows"
+    return f"{', '.join(words)} ({every})"
+
+
+def pattern(a: Trace, b: Trace, site: str, run: str) -> str:
+    """The pattern of the rows at which ``site`` has equal inputs and other outputs, as they lay in run ``run``."""
+    pairing = pair_requests(a, b)
+    ports = CommonPorts.of(a, b)
+    pairs = pair_rows(a, b, pairing.pairs)
+    place = next((n for n, common in enumerate(ports.sites) if common.site.name == site), None)
+    if place is None:
+        return ""
+    common = ports.sites[place]
+    hit: list[int] = []
+    free: list[int] = []
+    for block in Scanner(a, b, ports, pairs).blocks():
+        given, made = (
+            [pair for pair in block.columns.pair[list(numbers)].tolist() if pair >= 0]
+            for numbers in (common.inputs, common.outputs)
+        )
+        if not made:
+            continue
+        differ = block.differ
+        equal = ~differ[:, given].any(axis=1)
+        other = differ[:, made].any(axis=1)
+        hit += block.rows[equal & other].tolist()
+        free += block.rows[equal & ~other].tolist()
+    trace, rows = (a, pairs.a) if run == "a" else (b, pairs.b)
+    seats = _Seats(trace)
+    return pattern_of((seats.of(int(rows[n])) for n in hit), (seats.of(int(rows[n])) for n in free))
+
+
+class _Seats:
+    def __init__(self, trace: Trace) -> None:
+        self._forwards = trace.forwards()
+        self._index = trace.row_index()
+        self._chunks = _chunks(trace)
+
+    def of(self, row: int) -> Seat:
+        request, forward, position = (
+            int(field[row]) for field in (self._index.request, self._index.forward, self._index.position)
+        )
+        line = self._forwards[forward]
+        slots, length = line["shape"]
+        column = 0
+        for segment in line["rows"]:
+            inside = 0 <= position - segment["start"] < segment["count"]
+            if segment["request"] == request and inside:
+                own = column + position - segment["start"] if line["layout"] == "packed" else segment["slot"]
+                return Seat(
+                    own,
+                    int(length),
+                    int(slots * length),
+                    _padding(line, segment["slot"]),
+                    self._chunks.get((request, forward), 0),
+                    segment["phase"],
+                )
+            column += segment["count"]
+        raise KeyError((request, position))
+
+
+def _padding(line: dict[str, object], slot: int) -> bool:
+    notes = line["caches"]
+    assert isinstance(notes, list)
+    return any(slot < len(note["left_padding"]) and note["left_padding"][slot] > 0 for note in notes)
+
+
+def _chunks(trace: Trace) -> dict[tuple[int, int], int]:
+    """Which of a request's prefill forwards each is, from 1."""
+    seen: dict[int, int] = {}
+    found = {}
+    index = trace.row_index()
+    prefill = np.flatnonzero(index.phase == 0)
+    keys = dict.fromkeys(zip(index.request[prefill].tolist(), index.forward[prefill].tolist(), strict=True))
+    for request, forward in keys:
+        seen[request] = seen.get(request, 0) + 1
+        found[request, forward] = seen[request]
+    return found

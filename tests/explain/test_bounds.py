@@ -19,12 +19,10 @@ from operands import BITS, DTYPES, MX, Float64, given, read, rows, weights, wide
 
 from detdiff.engines.mlx.taps.kernel_plan import weight_of
 from detdiff.errors import OracleRefused
-from detdiff.explain.arithmetic import Arithmetic
-from detdiff.explain.attention_bound import AttentionOperation
-from detdiff.explain.bounds import Embedding, Linear
+from detdiff.explain.attention_bounds import AttentionOperation
+from detdiff.explain.bounds import Embedding, Linear, Norm, Rope
 from detdiff.explain.oracle import Judgement, Operation, judge
-from detdiff.explain.roundoff import UNIT, growth
-from detdiff.explain.row_bounds import Norm, Rope
+from detdiff.explain.roundings import UNIT, Arithmetic, growth
 from detdiff_kernels import Dense, Kernel, KernelLibraryError, forced, kernel, kernel_names
 from detdiff_kernels.attention import ATTENTION
 from detdiff_kernels.rounding import rounded

@@ -17,11 +17,10 @@ from detdiff.demo import ANCHORS, BASE, CONTINUOUS, FOLLOWER, SERIAL
 from detdiff.engines.mlx.model import load
 from detdiff.errors import CommandError, ModelRunError, ReplayError
 from detdiff.explain import DECIDING, ORDER, Verdict, explain, investigate
-from detdiff.explain.captured import significant
 from detdiff.explain.case import Case
 from detdiff.explain.control import Budget, Outcome
 from detdiff.explain.controls.oracle import AT_MOST, sample
-from detdiff.explain.origins import Born, origins
+from detdiff.explain.origins import Born, origins, significant
 
 
 def demo(max_tokens: int = 8) -> tuple[Scenario, Scenario]:

@@ -19,9 +19,9 @@ from watching import Watching, watched
 from detdiff.engines.mlx.oracle_operations import operation_of
 from detdiff.engines.mlx.taps.sites import site_name
 from detdiff.errors import OracleRefused
-from detdiff.explain.arithmetic import Arithmetic
 from detdiff.explain.bounds import Copied, Linear
 from detdiff.explain.oracle import Judgement, compare_sides, judge
+from detdiff.explain.roundings import Arithmetic
 from detdiff_kernels import Affine, Kernel, Weight, kernel
 from detdiff_kernels.rounding import rounded
 

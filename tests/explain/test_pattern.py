@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from detdiff.explain.pattern import Seat, pattern_of
+from detdiff.explain.origins import Seat, pattern_of
 
 PLAIN = Seat(row=0, tokens=12, rows=36, padded=False, chunk=1, phase="prefill")
 DECODE = Seat(row=0, tokens=1, rows=3, padded=False, chunk=0, phase="decode")

@@ -19,10 +19,10 @@ from .model import LoadedModel, encode, load
 from .serve import Models
 
 if TYPE_CHECKING:
-    from detdiff.explain.captured import Captured
     from detdiff.explain.case import Case
     from detdiff.explain.controls.finite import NotFinite
     from detdiff.explain.oracle import Operation
+    from detdiff.explain.origins import Captured
 
     from .cache_patches import Patches
     from .path_changes import PathTrials

@@ -13,12 +13,11 @@ from numpy.typing import NDArray
 from detdiff.engines.mlx.taps.kernel_plan import operand, weight_of
 from detdiff.engines.mlx.taps.sites import TAPPED, walk
 from detdiff.errors import OracleRefused
-from detdiff.explain.attention_bound import AttentionOperation
-from detdiff.explain.bounds import Copied, Embedding, Linear, Switch, exact_weight, magnitude
-from detdiff.explain.captured import DRAFT, Captured
+from detdiff.explain.attention_bounds import AttentionOperation
+from detdiff.explain.bounds import Copied, Embedding, Linear, Norm, Rope, Switch, exact_weight, magnitude
 from detdiff.explain.oracle import Operation
-from detdiff.explain.roundoff import UNIT, Float64, numbers
-from detdiff.explain.row_bounds import Norm, Rope
+from detdiff.explain.origins import DRAFT, Captured
+from detdiff.explain.roundings import UNIT, Float64, numbers
 from detdiff.scenario import CachePlan
 from detdiff.trace import Site
 from detdiff_kernels import Affine

@@ -93,7 +93,7 @@ def _difference(a: _Value, b: _Value) -> float:
 
 
 def _value(case: Case, side: Side, wanted: str | None) -> _Value:
-    from ..captured import DRAFT, Captured
+    from ..origins import DRAFT, Captured
 
     request, origin = case.focus, case.focus.origin
     assert origin is not None

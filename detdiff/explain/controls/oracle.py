@@ -18,10 +18,8 @@ from ..control import CannotRun, Figures, Outcome, control
 
 if TYPE_CHECKING:
     # The kernels' orders, which bounds are read from, are loaded when they are asked for.
-    from ..captured import Captured
-    from ..judged import Scores
-    from ..oracle import Operation
-    from ..origins import Born
+    from ..oracle import Operation, Scores
+    from ..origins import Born, Captured
 
 AT_MOST: Final = 40
 """Origins that are judged, if there are more: the first of each site kind and path pair, then evenly spread ones."""
@@ -83,9 +81,8 @@ def oracle(case: Case) -> Outcome:
 
 def judged(case: Case, at_most: int) -> Outcome:
     """The same on ``at_most`` origins, spread over all of them, and the largest beside them. Raises CannotRun."""
-    from ..judged import Scores
-    from ..origins import origins
-    from ..pattern import pattern
+    from ..oracle import Scores
+    from ..origins import origins, pattern
 
     born = origins(case.a, case.b)
     if not born:
@@ -130,7 +127,7 @@ def sample(born: Sequence[Born], at_most: int = AT_MOST) -> list[Born]:
 
 def _captured(case: Case, side: Side, chosen: Sequence[Born]) -> Captured:
     """A re-run that keeps the values of the chosen sites, and the cache entries that they need."""
-    from ..captured import DRAFT, Captured
+    from ..origins import DRAFT, Captured
 
     scenario = case.scenario(side)
     layers = {
@@ -217,9 +214,8 @@ def _groups(chosen: Sequence[Born]) -> Iterator[list[Born]]:
 def _judge(case: Case, sides: Sequence[Captured], group: list[Born], scores: Scores) -> None:
     from detdiff_kernels import UnsupportedFormat
 
-    from ..arithmetic import Arithmetic
-    from ..judged import Judged
-    from ..oracle import judge
+    from ..oracle import Judged, judge
+    from ..roundings import Arithmetic
 
     first = group[0]
     try:

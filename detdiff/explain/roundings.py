@@ -1,10 +1,13 @@
-"""Which roundings a kernel path does: read off the path's order, so that a bound is that of the path itself."""
+"""How precise numbers of each dtype are, and which roundings a kernel path does: read off the path's own order."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from math import ceil, log2
-from typing import Literal
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 from detdiff.errors import OracleRefused
 from detdiff_kernels import Call, Kernel, kernel, kernel_names, profile
@@ -13,7 +16,35 @@ from detdiff_kernels.joins import JOINS
 from detdiff_kernels.order import Inputs, Join, Order, WeightForm, plan
 from detdiff_kernels.weights import Affine, Weight
 
-from .roundoff import FLUSHED, LARGEST, SMALLEST, U32, UNIT, growth
+Float64 = NDArray[np.float64]
+
+UNIT = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+LARGEST = {"float32": (2 - 2.0**-23) * 2.0**127, "float16": 65504.0, "bfloat16": (2 - 2.0**-7) * 2.0**127}
+# Half the distance of the numbers around zero: what a rounding to nearest can be off where it is subnormal.
+SMALLEST = {"float32": 2.0**-150, "float16": 2.0**-25, "bfloat16": 2.0**-134}
+FLUSHED = 2.0**-126
+"""What is lost where float32 numbers below the smallest normal one become zero."""
+
+U32 = UNIT["float32"]
+
+
+def growth(*roundings: tuple[float, float]) -> float:
+    """What ``(count, unit)`` roundings can make of a number, relative to it: the product of all (1 + unit)**count, less 1.
+
+    At most gamma of the sum of all count * unit (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., lemma
+    3.1), and unlike gamma it holds for any count.
+    """
+    with np.errstate(over="ignore"):
+        return float(np.expm1(sum(count * np.log1p(unit) for count, unit in roundings)))
+
+
+def numbers(values: Any) -> Float64:
+    """An array, or recorded ``Values`` in their own shape, as float64; exact for all float types that models use."""
+    if hasattr(values, "numbers"):
+        found: Float64 = values.numbers().reshape(values.data.shape)
+        return found
+    return np.asarray(values, np.float64)
+
 
 Backend = Literal["cpu", "metal", "cuda"]
 Op = Literal["linear", "head", "switch"]
