@@ -325,9 +325,16 @@ def compare(files: tuple[Path, ...], **options: Any) -> None:
     "--control", "controls", metavar="NAME", multiple=True, help="Run this control alone; may be given again."
 )
 @click.option("--budget", metavar="N", type=click.IntRange(0), help="At most N re-runs.")
+@click.option("--repeats", metavar="N", type=click.IntRange(1), help="Repeat each side N times; default 2.")
 @click.option("--partial", is_flag=True, help="Read what is left of damaged traces.")
 @json_option
-def explain(files: tuple[Path, ...], controls: tuple[str, ...], budget: int | None, **options: Any) -> None:
+def explain(
+    files: tuple[Path, ...],
+    controls: tuple[str, ...],
+    budget: int | None,
+    repeats: int | None,
+    **options: Any,
+) -> None:
     """Find why run B parts from run A: rounding, a bug, a policy, or a run that does not repeat.
 
     A and B are what compare takes. Controls run them again, each with one thing changed; docs/explain.md has them all.
@@ -341,7 +348,7 @@ def explain(files: tuple[Path, ...], controls: tuple[str, ...], budget: int | No
 
     if len(files) > 2:
         raise click.UsageError(f"explain takes two files at most, and there are {len(files)}.")
-    verdict = explained(_asked(files, options), controls, budget, _progress)
+    verdict = explained(_asked(files, options), controls, budget, _progress, repeats)
     if options["as_json"]:
         _write_json(verdict_json(verdict))
     else:

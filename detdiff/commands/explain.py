@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from detdiff.commands.sides import Asked, Engines, OnToken, Progress, Side, as_given, named, recorded, sides
+from detdiff.engines.base import Engine
 from detdiff.engines.registry import same_engine
 from detdiff.explain import Verdict
 from detdiff.scenario import Scenario
@@ -24,12 +25,26 @@ def explained(
     controls: Sequence[str],
     budget: int | None,
     progress: Progress,
+    repeats: int | None = None,
 ) -> Verdict:
     """The verdict on what was asked for. Raises CommandError and what reading, recording and running raise."""
     found = sides(replace(asked, replay=True))
     engines = Engines()
     with recorded(found, asked.keep, progress, engines) as traces, Bars(progress) as bars:
-        return verdict_on(traces, found, asked, engines, bars, controls, budget)
+        return verdict_on(traces, found, asked, engines, bars, controls, budget, repeats)
+
+
+def engines_of(asked: Asked, found: tuple[Side, Side], engines: Engines) -> tuple[Engine, Engine] | None:
+    """The engines of both sides, opened for all runs that follow; None where traces say themselves what to open.
+
+    Raises what opening an engine raises.
+    """
+    scenarios = [_scenario(side) for side in found]
+    if asked.files and asked.model is not None:
+        scenarios = [replace(scenario, model=asked.model) for scenario in scenarios]
+    elif not any(isinstance(side.source, Scenario) for side in found):
+        return None
+    return engines.of(scenarios[0]), engines.of(scenarios[1])
 
 
 def model_of(asked: Asked, found: tuple[Side, Side], engines: Engines) -> LoadedModel | None:
@@ -55,15 +70,18 @@ def verdict_on(
     bars: Bars,
     controls: Sequence[str] = (),
     budget: int | None = None,
+    repeats: int | None = None,
 ) -> Verdict:
     """The verdict on two traces, which names both sides as the user did. Raises what ``explain`` raises."""
     from detdiff.explain import explain
+    from detdiff.explain.case import REPEATS
 
     verdict = explain(
         *traces,
         controls=controls or None,
         budget=budget,
-        loaded=model_of(asked, found, engines),
+        engine=engines_of(asked, found, engines),
+        repeats=REPEATS if repeats is None else repeats,
         progress=bars.on_token,
         on_control=bars.next,
     )

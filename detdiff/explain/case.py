@@ -72,7 +72,8 @@ class Case:
     ) -> Case:
         """Record what is given as a scenario, and compare, unless the ``divergence`` of two traces is known.
 
-        ``engine`` runs both sides where it is opened already; ``loaded`` and ``draft`` are models of the mlx engine. A
+        ``engine`` runs both sides where it is opened already, or is a pair of engines, opened by what the scenarios
+        say; ``loaded`` and ``draft`` are models of the mlx engine. A
         number as ``budget`` limits re-runs.
 
         Raises ReplayError for a trace that is incomplete or of another model than the one that is loaded, NothingComparable
@@ -108,7 +109,7 @@ class Case:
             budget if isinstance(budget, Budget) else Budget(budget),
             progress,
             plants,
-            reopens=engine is None and loaded is None,
+            reopens=loaded is None and (engine is None or isinstance(engine, tuple)),
             repeats=repeats,
             _folder=folder,
         )
@@ -210,6 +211,8 @@ def _scenario(side: Scenario | Trace) -> Scenario:
 
 def _engines(scenarios: Sequence[Scenario], given: Any, draft: Any) -> list[Engine]:
     """Those of both sides, opened where none was given; one where one serves both."""
+    if isinstance(given, tuple):
+        return list(given)
     if given is not None:
         engine = as_engine(given)
         if engine is None:

@@ -51,7 +51,7 @@ def explain(
     """Why run ``b`` parts from run ``a``: traces, which are run again where a control needs it, or scenarios.
 
     ``controls`` names those to run, all of them whatever the first ones give; None runs them in ``ORDER`` and ends where
-    the rules are sure. ``budget`` limits the re-runs. ``engine`` runs both sides, where it is opened already: an engine, or an
+    the rules are sure. ``budget`` limits the re-runs. ``engine`` runs both sides, where it is opened already: an engine, a pair of them, an
     object or function with generate(requests, schedule); ``loaded`` and ``draft`` are models of mlx-lm that are loaded already.
     ``repeats`` is how often the control ``repeat`` runs each side. ``progress`` is called with tokens so far and at most, ``on_control`` before each
     control. Raises CommandError for an unknown control, and what reading, loading and running raise.

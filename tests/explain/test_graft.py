@@ -55,7 +55,7 @@ def test_the_one_entry_is_named_in_every_cache(
     for name, result in (("graft_in", "removed"), ("graft_out", "reproduced")):
         control = run_control(case, name)
         assert control.result == result, control.said
-        assert control.detail["smallest"] == [[layer, "V", head, 2]]
+        assert control.detail["smallest"] == ((layer, "V", head, 2),)
         assert control.detail["exact"]
 
 
