@@ -39,7 +39,7 @@ from .divergence import (
 )
 from .events import chunk_of
 from .origins import ROOT, Found, Tally
-from .tokens import RequestPair, Steps, lacks
+from .tokens import RequestPair, Steps
 
 Event = Mapping[str, Any]
 
@@ -215,9 +215,9 @@ class RequestAnswer:
         if rung is None and request.flip is not None:
             rung = "tokens"
         not_finite = request.not_finite()
-        flip = None if request.flip is None or request.text is not None else self._flip(request, rows)
+        flip = None if request.flip is None else self._flip(request, rows)
         forward = None
-        if flip is not None and len(rows) and "forwards" not in (*lacks(self._runs.a), *lacks(self._runs.b)):
+        if flip is not None and len(rows) and "forwards" not in (*self._runs.a.lacks, *self._runs.b.lacks):
             forward = self._flip_forward(request, flip, rows)
         return RequestDivergence(
             id=request.id,

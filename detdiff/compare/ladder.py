@@ -24,7 +24,7 @@ from .divergence import Compared, Divergence, NotCompared, RequestDivergence, Ru
 from .events import RunEvents, attributed, event_answer
 from .forwards import RunLog, one_sided
 from .origins import Int64, SettledOrigins, Tally, Watch
-from .tokens import Pairing, engine_of, lacks, pair_requests, was_forced
+from .tokens import Pairing, pair_requests, was_forced
 
 RUNGS: Final = ("workload", "bookkeeping", "dtype", "shape", "bits", "tokens")
 """From the earliest to the last. ``tokens``: every compared digest is equal and yet the tokens differ."""
@@ -87,7 +87,7 @@ def align(
     pairing = pair_requests(a, b, requests, across_models=across_models)
     ports = CommonPorts.of(a, b)
     # Where an engine shows no sites, or names its own, tokens and logits can be compared all the same.
-    rowless = across_models or not (a.sites and b.sites) or engine_of(a) != engine_of(b)
+    rowless = across_models or not (a.sites and b.sites) or a.engine != b.engine
     if rowless and not ports.names and not any(pair.common for pair in pairing.pairs):
         raise NothingComparable(_nothing_answered(a, b))
     if not ports.names and not rowless:
@@ -105,7 +105,7 @@ def _nothing_answered(a: Trace, b: Trace) -> str:
     reasons = "; ".join(
         f"run {run}: {reason}"
         for run, trace in (("a", a), ("b", b))
-        for reason in dict.fromkeys(lacks(trace).values())
+        for reason in dict.fromkeys(trace.lacks.values())
     )
     return (
         f"Run a ({a.path}) and run b ({b.path}) have no site in common, {counts[0]} and {counts[1]} generated tokens, and no "
@@ -131,7 +131,7 @@ def scan(aligned: Aligned, watch: Watch | None = None) -> Pass:
         pairs,
         calls,
         watch,
-        nameless=aligned.across_models or any("sites" in lacks(run) for run in (runs.a, runs.b)),
+        nameless=aligned.across_models or any("sites" in run.lacks for run in (runs.a, runs.b)),
     )
     scanner = Scanner(runs.a, runs.b, ports, pairs)
     for block in scanner.blocks():
@@ -241,8 +241,8 @@ def _run(trace: Trace, forwards: int) -> Run:
         scenario=trace.scenario,
         environment=dict(header["environment"]),
         observer=dict(header["observer"]),
-        engine=engine_of(trace),
-        lacks=lacks(trace),
+        engine=trace.engine,
+        lacks=trace.lacks,
     )
 
 
@@ -321,7 +321,7 @@ def _lacking(runs: Runs) -> list[str]:
 def _reasons(trace: Trace) -> dict[str, list[str]]:
     """What is lacking in a trace, by reason."""
     found: dict[str, list[str]] = {}
-    for key, reason in lacks(trace).items():
+    for key, reason in trace.lacks.items():
         found.setdefault(reason, []).append(_LACKING.get(key, key.replace("_", " ")))
     return found
 
@@ -336,7 +336,7 @@ def _observed(runs: Runs) -> list[str]:
         ]
     notes = []
     for observer, run, trace in zip(found, "ab", (runs.a, runs.b), strict=True):
-        if "sites" in lacks(trace):
+        if "sites" in trace.lacks:
             # Nothing was tapped that could disturb it.
             continue
         if observer.get("equal") is False:

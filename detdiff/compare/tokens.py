@@ -23,18 +23,6 @@ _CONTEXT: Final = 40  # characters of a text, from the first that differs on
 _SAME_WORK: Final = ("max_tokens", "sampling", "ignore_stop")
 
 
-def lacks(trace: Trace) -> dict[str, str]:
-    """What the engine could not show in ``trace``, each with the reason."""
-    found = trace.header.get("lacks")
-    return {str(key): str(reason) for key, reason in found.items()} if isinstance(found, dict) else {}
-
-
-def engine_of(trace: Trace) -> str:
-    """The name of the engine that wrote ``trace``."""
-    found = trace.header.get("engine")
-    return str(found.get("name")) if isinstance(found, dict) else "mlx"
-
-
 @dataclass(frozen=True, eq=False)
 class Steps:
     """The generated tokens of one request in order: int32 [n] each, ``top_ids`` [n, k], ``top_logits`` [n, k]."""
@@ -213,7 +201,7 @@ def pair_requests(
         for trace in (b, a)
     )
     generated_a, generated_b = a.generated(lens=False), b.generated(lens=False)
-    textual = all("tokens" in lacks(trace) for trace in (a, b))
+    textual = all("tokens" in trace.lacks for trace in (a, b))
     forced = was_forced(a) or was_forced(b)
     pairs: list[RequestPair] = []
     left_out: list[NotCompared] = []
