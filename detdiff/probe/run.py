@@ -175,7 +175,7 @@ def _notes(found: Probe) -> Iterator[str]:
 
 def _environment() -> dict[str, Any]:
     try:
-        from detdiff.engines.mlx.environment import environment
+        from detdiff.engines.mlx.engine import environment
     except ModuleNotFoundError:  # a numpy operation needs no mlx
         return {}
     return environment()

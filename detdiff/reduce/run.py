@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from detdiff.engines.mlx.environment import environment
+from detdiff.engines.mlx.engine import environment
 from detdiff.engines.mlx.model import LoadedModel, encode
 from detdiff.engines.mlx.model_directory import RANDOM
 from detdiff.engines.mlx.serve import Models

@@ -27,7 +27,7 @@ class Broken(Exception):
 def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     """A shard after every second forward, so that a short run has several."""
     # The package's own attribute of that name is the function.
-    recording = importlib.import_module("detdiff.engines.mlx.record")
+    recording = importlib.import_module("detdiff.engines.record")
     monkeypatch.setattr(recording, "TraceWriter", functools.partial(TraceWriter, shard_forwards=2))
 
 

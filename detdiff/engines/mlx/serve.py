@@ -19,7 +19,7 @@ from detdiff.scenario import Scenario
 from .caches import OnEvent, silent
 from .packed import Drafting, PackedEngine
 from .padded import PaddedComposer, PaddedRun, Pair, SpeculativeComposer, run_padded, run_speculative
-from .requests import OnToken, Work
+from .requests import OnToken, Work, prepare
 from .run_checks import refuse_leaks
 
 OnLogits = Callable[[Forward, mx.array], None]
@@ -194,3 +194,18 @@ def _serve(
     target.compose = composer.compose
     run_padded(PaddedRun(target.model, scenario.schedule, composer, on_token, scenario.cache, event), work)
     return {}
+
+
+def prepared(scenario: Scenario, models: Models) -> list[Work]:
+    """The scenario's requests, checked against its models. Raises what ``prepare`` and ``Models.check`` raise."""
+    work = prepare(scenario, models.target)
+    models.check(work)
+    return work
+
+
+def run_unrecorded(
+    scenario: Scenario, sessions: Sessions, work: list[Work], on_logits: OnLogits | None
+) -> None:
+    """Serve the requests without recording; ``on_logits`` sees the logits of every forward that are used."""
+    with sessions.running(None, on_logits, packed=scenario.schedule.layout == "packed"):
+        serve(scenario, sessions, work, lambda *_: None)
