@@ -98,7 +98,7 @@ def _unknown(trace: Trace) -> dict[int, str]:
     found: dict[int, str] = {}
     for line in trace.forwards():
         for note in line.get("caches", ()):
-            if note["kind"] not in KNOWN_CACHES:
+            if note.get("kind", "KVCache") not in KNOWN_CACHES:
                 for layers in parse_ranges(note["layers"], 1 << 31):
                     found.update(dict.fromkeys(layers, str(note["kind"])))
     return found

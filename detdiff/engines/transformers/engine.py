@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from detdiff.engines import base
 from detdiff.engines.base import Begin, RunOptions
@@ -28,11 +28,16 @@ from detdiff.errors import (
     TorchMissing,
 )
 from detdiff.scenario import CachePlan, KernelPlan, Scenario, Schedule, nearest
+from detdiff.trace import Site
 
 from .linear_sites import load_torch
 from .recorder import Batch, Recorder
 from .sites import SiteMap, discover
 from .taps import implementations, pinned, tapped
+
+if TYPE_CHECKING:
+    from detdiff.explain.oracle import Operation
+    from detdiff.explain.origins import Captured
 
 SETTINGS: Final = ("dtype", "device", "attn_implementation", "threads", "padding_side")
 _CAPABILITIES: Final = frozenset(
@@ -48,6 +53,7 @@ _CAPABILITIES: Final = frozenset(
         base.RESET,
         base.PIN_KERNELS,
         base.DTYPE,
+        base.ORACLE,
         base.SERIAL,
         base.STATIC,
     }
@@ -73,6 +79,8 @@ class TransformersEngine:
     """
 
     name = "transformers"
+    stateless = True
+    """Every run makes its caches anew, so that nothing is left of what was served."""
 
     def __init__(
         self,
@@ -168,6 +176,19 @@ class TransformersEngine:
 
     def reset(self) -> None:
         self._other.clear()
+
+    def operation(
+        self, site: Site, captured: Captured, request: str, rows: Sequence[int], scenario: Scenario
+    ) -> Operation:
+        """See ``explain.controls.oracle``."""
+        from .oracle_operations import operation_of
+
+        return operation_of(self._torch, self.model, site, captured, request, rows)
+
+    @property
+    def stop_tokens(self) -> frozenset[int]:
+        """Token ids that end a text."""
+        return frozenset(self._ends())
 
     @cached_property
     def sites(self) -> SiteMap:
