@@ -315,13 +315,9 @@ def named(divergence: Divergence, found: tuple[Side, Side], keep: Path | None) -
     """The answer without paths of traces that are gone when it is read."""
     if keep is not None:
         return divergence
-    paths, runs = {}, {}
-    for side in found:
-        if isinstance(side.source, Scenario):
-            run = getattr(divergence, side.name)
-            paths[run.trace] = side.given
-            runs[side.name] = replace(run, trace=f"{side.name} (not kept)")
-    return _with_names(replace(divergence, **runs), paths)
+    gone = [side for side in found if isinstance(side.source, Scenario)]
+    paths = {getattr(divergence, side.name).trace: side.given for side in gone}
+    return _with_names(divergence.not_kept(side.name for side in gone), paths)
 
 
 def _with_names(value: T, paths: Mapping[str, str]) -> T:

@@ -6,8 +6,8 @@ given. Positions count tokens of a request from 0; forwards count model calls of
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import Any, NoReturn
 
@@ -578,6 +578,11 @@ class Divergence:
 
     def __bool__(self) -> NoReturn:
         raise TypeError("a Divergence has no truth value; ask .identical")
+
+    def not_kept(self, sides: Iterable[str]) -> Divergence:
+        """The same, of traces of ``sides`` (``a``, ``b``) that are gone when it is read."""
+        runs = {side: replace(getattr(self, side), trace=f"{side} (not kept)") for side in sides}
+        return replace(self, **runs) if runs else self
 
     def __str__(self) -> str:
         """Its report as text."""

@@ -122,12 +122,9 @@ def _without_model(sides: Sequence[Trace | Scenario]) -> Facts | None:
 
 def _named(divergence: Divergence, given: Sequence[Trace | Scenario]) -> Divergence:
     """The answer without paths of traces that are gone when it is read."""
-    names = {
-        side: replace(getattr(divergence, side), trace=f"{side} (not kept)")
-        for side, run in zip("ab", given, strict=True)
-        if isinstance(run, Scenario)
-    }
-    return replace(divergence, **names) if names else divergence
+    return divergence.not_kept(
+        side for side, run in zip("ab", given, strict=True) if isinstance(run, Scenario)
+    )
 
 
 def _facts(case: Case, divergence: Divergence) -> Facts:

@@ -270,11 +270,7 @@ class Trials:
                 progress=self._progress,
             )
             # The traces are gone when this is read.
-            named = {
-                name: replace(getattr(runs.divergence, name), trace=f"{name} (not kept)") for name in "ab"
-            }
-            found = judge(case)
-            self._verdicts = {key: replace(found, divergence=replace(runs.divergence, **named))}
+            self._verdicts = {key: replace(judge(case), divergence=runs.divergence.not_kept("ab"))}
         return self._verdicts[key]
 
     def write_twins(self, candidate: Candidate, folder: Path) -> None:

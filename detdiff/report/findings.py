@@ -431,13 +431,10 @@ def chunk_lines(page: Page, request: RequestDivergence) -> None:
             )
         else:
             where = f"positions {chunk.first} to {chunk.last}"
-            ends = (
-                "position"
-                if len(chunk.differing) == 1 and chunk.differing[0][0] == chunk.differing[0][1]
-                else "positions"
-            )
+            one = len(chunk.differing) == 1 and chunk.differing[0][0] == chunk.differing[0][1]
+            ends, verb = ("position", "differs") if one else ("positions", "differ")
             differing = (
-                f"of which {ends} {spans(chunk.differing)} differ"
+                f"of which {ends} {spans(chunk.differing)} {verb}"
                 if chunk.differing
                 else "of which none differs"
             )
