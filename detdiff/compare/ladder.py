@@ -295,11 +295,11 @@ def _of_request(request: RequestDivergence) -> list[str]:
             f"request {request.id}: the logits of token {found.index} in run {found.run} are not finite "
             f"({' and '.join(what)}), which is equal to nothing"
         )
-    if request.rung == "tokens" and request.rows and not request.logits_equal:
-        notes.append(
-            f"request {request.id}: every compared digest is equal and the tokens differ: the choice of the token differs, "
-            "or something that was not recorded"
-        )
+    if request.rung == "tokens" and request.rows:
+        cause = "the choice of the token differs, or something that was not recorded"
+        if request.logits_equal:
+            cause = "the token was chosen otherwise (sampling), not computed otherwise"
+        notes.append(f"request {request.id}: every compared digest is equal and the tokens differ: {cause}")
     return notes
 
 
