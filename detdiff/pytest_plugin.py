@@ -51,8 +51,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def _refuse_wrong(config: pytest.Config) -> None:
     """A wrong option is said before any test runs."""
-    from detdiff.check.asked import Asked
-    from detdiff.check.compositions import compositions
+    from detdiff.check.settings import Asked, compositions
     from detdiff.errors import DetdiffError
 
     try:
@@ -68,8 +67,8 @@ def _setting(config: pytest.Config, name: str) -> Any:
 
 
 def _defaults(config: pytest.Config) -> Any:
-    from detdiff.check.asked import Defaults
-    from detdiff.check.kept import FOLDER
+    from detdiff.check.failure import FOLDER
+    from detdiff.check.settings import Defaults
 
     named = {name: _setting(config, name) for name in ("model", "schedules", "level", "update", "explain")}
     if named["model"] is not None and not config.getoption("detdiff_model"):
@@ -159,8 +158,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     marked = _marked(metafunc.definition)
     if marked is None or "op" in marked:
         return
-    from detdiff.check.asked import Asked
-    from detdiff.check.compositions import compositions
+    from detdiff.check.settings import Asked, compositions
     from detdiff.errors import DetdiffError
 
     wrong = ""
@@ -182,9 +180,9 @@ def _is_engine(marked: Mapping[str, Any]) -> bool:
     model = marked.get("model")
     if model is None or isinstance(model, str | Path):
         return False
-    from detdiff.check.engine_check import engine_of
+    from detdiff.check.subjects import is_engine
 
-    return engine_of(model) is not None
+    return is_engine(model)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -85,12 +85,7 @@ HOMES = {
     "transformers": ("engines/transformers/",),
 }
 """Where in detdiff a library may be imported."""
-ELSEWHERE = {
-    "mlx": {"check/subject.py"},
-    "mlx_lm": {"check/subject.py"},
-    "torch": {"check/torch_engine.py"},
-    "transformers": {"check/torch_engine.py"},
-}
+ELSEWHERE: dict[str, set[str]] = {}
 """Files that still import it beside."""
 APART = ("trace", "compare", "report")
 """What knows no engine."""

@@ -1,28 +1,30 @@
-"""The fixture's object: what a test calls, and what the plugin calls for a test that only has a marker."""
+"""The fixture's object: what a test calls, how a check ends in it, and what was checked in a session."""
 
 from __future__ import annotations
 
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Final
+
+import pytest
 
 from detdiff.errors import CheckSettingInvalid, CheckSubjectInvalid, DetdiffError
 from detdiff.scenario import KernelPlan, nearest
 
-from .asked import Asked, Defaults
-from .compositions import Composition, compositions
-from .failure import Failure, failure_text
-from .kept import Keeper
-from .outcome import NotChecked, NotInvariant
+from .failure import Failure, Keeper, failure_text
+from .settings import SCHEDULES_BY_DEFAULT, Asked, Composition, Defaults, compositions
 from .tally import Tally
 
 if TYPE_CHECKING:
-    from .base import Recorded
+    from _pytest.outcomes import Failed
+
     from .op import OpCheck
-    from .subject import Subjects
+    from .subjects import Recorded, Subjects
+else:
+    Failed = pytest.fail.Exception
 
 _OP: Final = ("shapes", "rows", "dtype", "seeds", "array")
 """What a marker may say of an op."""
@@ -52,10 +54,7 @@ class Test:
 
 @dataclass(frozen=True)
 class Checked:
-    """What a check that passed has compared: ``rows`` down to their bits at ``sites``, and generated ``tokens``.
-
-    An engine's rows and sites are 0: only what it gave was compared.
-    """
+    """What a check that passed has compared: ``rows`` down to their bits at ``sites``, and generated ``tokens``."""
 
     compositions: tuple[str, ...]
     rows: int
@@ -95,8 +94,8 @@ class BatchInvariance:
     ) -> Checked:
         """Each prompt alone against the same prompts in every schedule and layout.
 
-        ``model`` is a path, hub id or ``"builtin"``, a LoadedModel, what ``mlx_lm.load`` gives, or an engine (see
-        ``detdiff.check.engine``). ``prompts`` are texts or lists of token ids. ``schedules`` are written as ``static:2``,
+        ``model`` is a path, hub id or ``"builtin"``, a LoadedModel, what ``mlx_lm.load`` gives, or an engine: an object or
+        function that generates, or a causal language model of transformers. ``prompts`` are texts or lists of token ids. ``schedules`` are written as ``static:2``,
         ``continuous:4`` or ``serial``, with scenario keys after a space; ``layouts`` are ``padded`` and ``packed``. Each of
         ``seeds`` draws other neighbours and arrivals. ``level`` is ``exact``, ``tokens``, ``bounded`` or ``golden``;
         ``settings`` are further scenario keys, and ``explain=True`` asks for a verdict on each failure. What is not given
@@ -166,14 +165,6 @@ class BatchInvariance:
                 "There is no model; expected one in the call, in the marker, with --detdiff-model or as detdiff_model in the "
                 "ini file. Name one, such as 'builtin'."
             )
-        if not isinstance(asked.model, str | Path | tuple | list):
-            from .engine_check import check_engine, engine_of
-
-            engine = engine_of(asked.model)
-            if engine is not None:
-                # Layouts are of detdiff's own engines.
-                once = list(dict.fromkeys(replace(each, layout=None) for each in wanted))
-                return self._ended(asked, once, *check_engine(engine, asked, once))
         return self._check_model(test, asked, wanted)
 
     def _wanted(self, test: Test, given: Mapping[str, Any]) -> tuple[Asked, list[Composition]]:
@@ -190,20 +181,12 @@ class BatchInvariance:
         return asked, [test.composition]
 
     def _check_model(self, test: Test, asked: Asked, wanted: Sequence[Composition]) -> Checked:
-        from detdiff.engines.mlx.model import encode
-
-        from .invariance import ModelCheck, Place
-        from .prompts import requests
+        from .invariance import ModelCheck, Place, prepared
 
         subjects, recorded = self._opened()
         subject = subjects.of(asked.model)
-        loaded = subject.loaded
-        tables = requests(
-            asked.prompts,
-            lambda text: encode(loaded, text, chat=False),
-            loaded.identity.get("vocab_size"),
-            max(each.least for each in wanted),
-        )
+        by_default = asked.schedules is SCHEDULES_BY_DEFAULT
+        tables, wanted = prepared(subject, asked, wanted, by_default=by_default)
         if self._keeper is None:
             composition = None if test.composition is None else test.composition.name
             self._keeper = Keeper(
@@ -245,8 +228,7 @@ class BatchInvariance:
     def _opened(self) -> tuple[Subjects, Recorded]:
         """What a session shares, made when a model is first checked."""
         if self._shared is None:
-            from .base import Recorded
-            from .subject import Subjects
+            from .subjects import Recorded, Subjects
 
             self._folder = tempfile.TemporaryDirectory(prefix="detdiff-check-", ignore_cleanup_errors=True)
             self._shared = Subjects(), Recorded(Path(self._folder.name))
@@ -304,3 +286,31 @@ class BatchInvariance:
         """Remove the recorded runs."""
         if self._folder is not None:
             self._folder.cleanup()
+
+
+# As pytest's own: a summary of one line has no room for a module's name.
+_MODULE = "builtins"
+
+
+class _WithNotes(Failed):
+    """What hypothesis notes of the example that failed belongs to the text."""
+
+    __module__ = _MODULE
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text, pytrace=False)
+
+    def __str__(self) -> str:
+        return "\n".join([self.msg or "", *getattr(self, "__notes__", ())])
+
+
+class NotInvariant(_WithNotes, AssertionError):
+    """A composition is not let through at its level. An AssertionError for whoever catches it, a plain text for pytest."""
+
+    __module__ = _MODULE
+
+
+class NotChecked(_WithNotes):
+    """Nothing was checked, or not all of what was asked for, which is never a pass: not where a failure is expected, either."""
+
+    __module__ = _MODULE

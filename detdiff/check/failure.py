@@ -1,21 +1,29 @@
-"""What a test that fails says: a small report for each composition, or the whole of it."""
+"""What a check that fails says and leaves: its text, both traces with a report, and golden traces that it is held to."""
 
 from __future__ import annotations
 
+import hashlib
+import os
+import re
+import shlex
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Final
 
-from detdiff.compare import Choice, Divergence, Flip, RequestDivergence
+from detdiff.compare import Choice, Divergence, Flip, RequestDivergence, compare
+from detdiff.errors import CheckSettingInvalid, DetdiffError, NothingComparable
 from detdiff.explain import Verdict
 from detdiff.report import divergence_text, headline, verdict_text
 from detdiff.report.document import Page
 from detdiff.report.findings import cache_lines, flip_lines, origin_lines
 from detdiff.report.text import plain
 from detdiff.report.words import count, escaped
+from detdiff.scenario import Scenario
+from detdiff.trace import Trace
 
-from .kept import Kept, relative
-from .levels import GOLDEN
+from .settings import GOLDEN
 
 WIDTH: Final = 100
 _NEAREST: Final = 2
@@ -134,3 +142,185 @@ def _near(flip: Flip) -> Flip:
         return replace(choice, top=choice.top[:_NEAREST])
 
     return replace(flip, a=cut(flip.a), b=cut(flip.b))
+
+
+FOLDER: Final = ".detdiff"
+"""Where failures are kept without ``--detdiff-report-dir``, below pytest's root directory."""
+REPORT: Final = "report.html"
+
+
+@dataclass(frozen=True)
+class Kept:
+    """``folder`` holds the traces ``a`` and ``b`` and what else is in ``names``; ``commands`` run on them."""
+
+    folder: Path
+    names: tuple[str, ...]
+    commands: tuple[str, ...]
+
+
+class Keeper:
+    """Keeps the failures of a test below ``root``; those of its earlier runs go first.
+
+    ``test`` is its file and name; ``composition`` the one that it was parametrised with, if it was.
+    """
+
+    def __init__(self, root: Path, test: tuple[str, ...], composition: str | None = None) -> None:
+        self._root = root
+        self._test = root.joinpath(*map(safe, test))
+        shutil.rmtree(
+            self._test if composition is None else self._test / safe(composition), ignore_errors=True
+        )
+
+    def keep(self, composition: str, run: str, a: Trace, b: Trace, scenarios: Sequence[Scenario]) -> Kept:
+        """Copy both traces, and write ``scenarios`` (two, or none where no name loads the model) beside them.
+
+        ``run`` tells runs of one composition apart; it may be empty.
+        """
+        self._ignored()
+        folder = self._test / safe(composition)
+        folder = folder / safe(run) if run else folder
+        # Where one test fails again and again, as while hypothesis shrinks, the last failure is the one to look at.
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        for name, trace in (("a", a), ("b", b)):
+            shutil.copytree(trace.path, folder / name)
+        names = ["a", "b"]
+        for name, scenario in zip(("a.toml", "b.toml"), scenarios, strict=False):
+            (folder / name).write_text(scenario.to_toml(), encoding="utf-8")
+            names.append(name)
+        return Kept(folder, tuple(names), tuple(_to_run(folder, bool(scenarios))))
+
+    def _ignored(self) -> None:
+        """What is kept is nobody's to commit. A folder that holds other things stays as it is."""
+        self._root.mkdir(parents=True, exist_ok=True)
+        if not any(self._root.iterdir()):
+            (self._root / ".gitignore").write_text("*\n", encoding="utf-8")
+
+
+def relative(path: Path) -> str:
+    """A path as one would type it here: relative where that is no longer way round."""
+    try:
+        near = os.path.relpath(path)
+    except ValueError:  # on another drive
+        return str(path)
+    return str(path) if near.startswith(os.path.join("..", "..")) else near
+
+
+def _to_run(folder: Path, named: bool) -> list[str]:
+    places = [shlex.quote(relative(folder / name)) for name in ("a", "b")]
+    if not named:
+        return [f"detdiff compare {' '.join(places)}"]
+    files = [shlex.quote(relative(folder / name)) for name in ("a.toml", "b.toml")]
+    return [f"detdiff compare {' '.join(files)}", f"detdiff explain {' '.join(files)}"]
+
+
+def write_report(
+    kept: Kept, a: Trace, b: Trace, divergence: Divergence, verdict: Verdict | None = None
+) -> Kept:
+    """Write the HTML report beside the traces; the answer names it too."""
+    from detdiff.compare.series import series
+    from detdiff.report.build import build
+    from detdiff.report.html import write_html
+
+    report = build(divergence, verdict, series(a, b, divergence), kept.commands[-1])
+    write_html(report, kept.folder / REPORT)
+    return Kept(kept.folder, (*kept.names, REPORT), kept.commands)
+
+
+UPDATE: Final = "--detdiff-update"
+_LONGEST: Final = 100
+_STRANGE: Final = re.compile(r"[^\w.=+\- :,\[\]]")
+"""What no test's or composition's own name has."""
+
+
+@dataclass(frozen=True)
+class Golden:
+    """What came of it: ``why`` it fails, empty where it does not, the divergence from the committed trace, and whether a new
+    one was written."""
+
+    why: tuple[str, ...]
+    divergence: Divergence | None = None
+    committed: Trace | None = None
+    wrote: bool = False
+
+
+def place(file: Path, test: str, run: str) -> Path:
+    """Where a golden trace lies: in a folder beside the test file that is named after it."""
+    return file.parent / file.stem / safe(test) / safe(run)
+
+
+def safe(name: str) -> str:
+    """A name that every file system takes. Names that differ in more than the marks of a test's id stay different."""
+    plain = re.sub(r"[^\w.=+-]+", "-", name).strip("-.") or "unnamed"
+    if len(plain) <= _LONGEST and not _STRANGE.search(name):
+        return plain
+    return f"{plain[:_LONGEST]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+
+
+def portable(scenario: Scenario) -> Scenario:
+    """The scenario without a path of this machine."""
+    return replace(scenario, model=Path(scenario.model).name or scenario.model)
+
+
+def against_committed(path: Path, run: Trace, *, update: bool, shown: str) -> Golden:
+    """Compare ``run`` with the golden trace at ``path``, named ``shown``.
+
+    Without one it is written, and with ``update`` one that differs is replaced; both fail, so that nobody mistakes what
+    was just written for what was checked.
+    """
+    if not path.exists():
+        _put(run, path)
+        return Golden(
+            (
+                f"there was no golden trace, and {shown} was written; look at what the test ran, commit it, and run the test "
+                "again",
+            ),
+            wrote=True,
+        )
+    try:
+        committed = Trace.open(path, checked=True)
+        found = compare(committed, run)
+    except NothingComparable as error:
+        return _changed(path, run, update, shown, Golden((str(error),)))
+    except DetdiffError as error:
+        return _changed(path, run, update, shown, Golden((f"the golden trace cannot be read: {error}",)))
+    if found.identical:
+        return Golden((), found, committed)
+    return _changed(
+        path, run, update, shown, Golden((f"the run is not the golden trace {shown}",), found, committed)
+    )
+
+
+def _changed(path: Path, run: Trace, update: bool, shown: str, found: Golden) -> Golden:
+    if not update:
+        return replace(
+            found, why=(*found.why, f"if the change is meant, run with {UPDATE} and commit {shown}")
+        )
+    _put(run, path)
+    return Golden(
+        (f"{shown} was rewritten; commit it, and run the test again without {UPDATE}",),
+        found.divergence,
+        wrote=True,
+    )
+
+
+def _put(run: Trace, path: Path) -> None:
+    """Copy a trace into place whole: whoever looks meanwhile sees the old one, none, or the new one.
+
+    Raises CheckSettingInvalid where it cannot be written there.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fresh = path.with_name(f".{path.name}-{os.getpid()}")
+        shutil.rmtree(fresh, ignore_errors=True)
+        shutil.copytree(run.path, fresh)
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+        fresh.rename(path)
+    except OSError as error:
+        raise CheckSettingInvalid(
+            f"The golden trace could not be written ({error}); expected a folder that can be, beside the test file and named "
+            "after it. Make room for it."
+        ) from None

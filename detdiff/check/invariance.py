@@ -3,28 +3,140 @@
 from __future__ import annotations
 
 import shutil
+import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
-from detdiff.compare import Divergence, compare
-from detdiff.errors import DetdiffError, NothingToCheck
+from detdiff.compare import Divergence, RequestDivergence, compare
+from detdiff.engines.base import FORWARDS, TEXT
+from detdiff.engines.function import EngineRequest
+from detdiff.errors import CheckSettingInvalid, DetdiffError, EngineAnswerInvalid, NothingToCheck
 from detdiff.explain import Control, Verdict
+from detdiff.report import headline
+from detdiff.report.words import count, escaped, shown
 from detdiff.scenario import LAYOUTS, Scenario
 from detdiff.trace import Trace
 
-from . import golden
-from .asked import Asked
-from .base import Recorded
-from .compositions import Composition
-from .failure import Failure
-from .kept import Keeper, relative, write_report
-from .levels import GOLDEN, Ruling, rule
-from .subject import Subject
+from .failure import Failure, Keeper, against_committed, place, portable, relative, write_report
+from .settings import (
+    BOUNDED,
+    EXACT,
+    GOLDEN,
+    LAYOUTS_BY_DEFAULT,
+    TOKENS,
+    Asked,
+    Composition,
+    fitting,
+    requests,
+)
+from .subjects import Recorded, Subject, Subjects
 from .tally import Tally
+
+STRUCTURAL: Final = ("workload", "bookkeeping", "dtype", "shape", "tokens")
+"""Rungs that no rounding can part on."""
+
+
+@dataclass(frozen=True)
+class Ruling:
+    """``why`` a divergence is not let through, in sentences; empty where it is. ``oracle`` is what was judged for it."""
+
+    why: tuple[str, ...]
+    oracle: Control | None = None
+
+    @property
+    def passes(self) -> bool:
+        return not self.why
+
+
+def rule(level: str, divergence: Divergence, oracle: Callable[[], Control]) -> Ruling:
+    """Whether ``level`` (not ``golden``) lets a divergence through. ``oracle`` judges all origins, at ``bounded`` only.
+
+    What was not compared in whole is let through at no level.
+    """
+    left_out = tuple(_left_out(divergence))
+    if left_out or divergence.identical:
+        return Ruling(left_out)
+    if level == TOKENS:
+        return Ruling(tuple(_flips(divergence)))
+    if level == BOUNDED:
+        return _bounded(divergence, oracle)
+    return Ruling(("bits of the same rows differ",))
+
+
+def _left_out(divergence: Divergence) -> Iterator[str]:
+    """What keeps a comparison from being one of everything that was asked."""
+    for each in divergence.not_compared:
+        yield f"{escaped(each.id)} was not compared: {escaped(each.reason)}"
+    for finding in divergence.workload:
+        yield f"the two runs were asked for other things: {escaped(finding.detail)}"
+    for run, found in (("a", divergence.a), ("b", divergence.b)):
+        if not found.complete:
+            yield f"run {run} is incomplete"
+        if found.observer.get("equal") is False:
+            yield f"recording changed the logits of run {run}, or the run does not repeat"
+    for request in divergence.requests:
+        if request.rung is None and not request.identical:
+            yield f"{escaped(request.id)} was not compared in whole"
+    compared = divergence.compared
+    if not (compared.requests and compared.rows and compared.digests):
+        yield "nothing was compared"
+
+
+def _flips(divergence: Divergence) -> Iterator[str]:
+    for request in divergence.requests:
+        if request.flip is not None or request.generated_a != request.generated_b:
+            yield f"{escaped(request.id)} generates other tokens"
+
+
+def _bounded(divergence: Divergence, oracle: Callable[[], Control]) -> Ruling:
+    structural = [
+        f"the runs part in {rung}, which no rounding does"
+        for rung in STRUCTURAL
+        if divergence.rung == rung or any(request.rung == rung for request in divergence.requests)
+    ]
+    if structural:
+        return Ruling(tuple(structural))
+    found = oracle()
+    return Ruling((*_outside(found), *_far_flips(divergence)), found)
+
+
+def _outside(found: Control) -> Iterator[str]:
+    """What the oracle found beyond rounding, or could not judge."""
+    if found.result == "not_run":
+        yield f"whether rounding explains the difference could not be judged: {escaped(found.said)}"
+        return
+    if found.detail.get("changed"):
+        yield (
+            f"{count(int(found.detail['changed']), 'cache read')} gave other entries than were written there, and copying "
+            "rounds nothing"
+        )
+    where = found.detail.get("outside_where", ())
+    for each in where[:1]:
+        more = int(found.detail.get("outside_a", 0)) + int(found.detail.get("outside_b", 0)) - 1
+        yield escaped(str(each["said"])) + (f"; and {count(more, 'more output')} outside" if more else "")
+    skipped = dict(found.detail.get("skipped", {}))
+    for why, times in skipped.items():
+        yield f"{count(int(times), 'origin')} could not be judged: {escaped(str(why))}"
+
+
+def _far_flips(divergence: Divergence) -> Iterator[str]:
+    """Flips that are none between the two tokens that were nearest to each other in both runs."""
+    for request in divergence.requests:
+        if request.flip is not None and not _near_tie(request):
+            a, b = request.flip.a, request.flip.b
+            yield (
+                f"{escaped(request.id)} flips from {shown(a.text)} to {shown(b.text)}, which were not the two highest logits of "
+                "both runs"
+            )
+
+
+def _near_tie(request: RequestDivergence) -> bool:
+    return request.flip is not None and request.flip.kind == "token" and request.swapped is True
+
 
 ORIGINS: Final = 1000
 """Origins that are judged at level ``bounded``: all of them, or as many spread over all."""
@@ -63,8 +175,57 @@ class Place:
     written: set[Path]
 
 
+def prepared(
+    subject: Subject, asked: Asked, wanted: Sequence[Composition], *, by_default: bool = False
+) -> tuple[list[dict[str, Any]], list[Composition]]:
+    """The requests as tables of a scenario, and the compositions that this engine and so many requests can make.
+
+    Schedules ``by_default`` fit the number of prompts. Raises CheckSettingInvalid for what the engine cannot be told, and
+    NothingToCheck.
+    """
+    engine = subject.engine
+    if not subject.laid_out:
+        _refuse(subject, asked)
+        # How rows are laid out is the engine's own.
+        wanted = list(dict.fromkeys(replace(each, layout=None) for each in wanted))
+    vocabulary = engine.identity.get("vocab_size")
+    encode = (lambda text: engine.encode(text, False)) if TEXT in engine.capabilities else None
+    tables = requests(asked.prompts, encode, vocabulary, max(each.least for each in wanted))
+    if by_default:
+        wanted = fitting(wanted, len(tables))
+    if not subject.laid_out:
+        for table in tables:
+            if "prompt" in table:
+                # What cannot be encoded is said before anything runs.
+                table["tokens"] = engine.encode(table.pop("prompt"), False)
+    return tables, list(wanted)
+
+
+def _refuse(subject: Subject, asked: Asked) -> None:
+    """Raises CheckSettingInvalid for what an engine of one's own cannot be told."""
+    given = [
+        key
+        for key, differs in (
+            ("layouts", tuple(asked.layouts) != LAYOUTS_BY_DEFAULT),
+            ("kernels", asked.kernels != "native"),
+            *((key, True) for key in asked.settings),
+        )
+        if differs
+    ]
+    if given:
+        raise CheckSettingInvalid(
+            f"{given[0]} cannot be told to the engine {subject.label}, which is asked for requests under a schedule alone. Leave "
+            "it out, or set it in the engine."
+        )
+    if asked.level == BOUNDED:
+        raise CheckSettingInvalid(
+            f"level is {asked.level!r}, which an engine of its own cannot be checked at: what rounding may do there is not "
+            f"known. Ask for {EXACT} or {TOKENS}."
+        )
+
+
 class ModelCheck:
-    """One check of a model in several compositions."""
+    """One check of an engine in several compositions."""
 
     def __init__(
         self,
@@ -72,8 +233,8 @@ class ModelCheck:
         asked: Asked,
         requests: Sequence[Mapping[str, Any]],
         recorded: Recorded,
-        keeper: Keeper,
-        place: Place,
+        keeper: Keeper | None = None,
+        place: Place | None = None,
     ) -> None:
         self._subject, self._asked, self._requests = subject, asked, requests
         self._recorded, self._keeper, self._place = recorded, keeper, place
@@ -105,17 +266,43 @@ class ModelCheck:
                 self.tally.unchecked += 1
             if failure is not None:
                 found.append(failure)
-        return found
+        return found or self.asked_again(wanted[0]) if wanted else found
+
+    def _base(self, composition: Composition) -> Scenario:
+        layout, engine = composition.layout or LAYOUTS[0], self._subject.engine.name
+        return self._asked.base(self._subject.name, self._requests, layout, engine)
+
+    def asked_again(self, composition: Composition) -> list[Failure]:
+        """Where nothing failed: the first request of an engine of one's own once more, after all others. It may remember."""
+        if self._subject.laid_out or self._asked.level == GOLDEN:
+            return []
+        base = self._base(composition)
+        alone = self._recorded.base(self._subject, base).trace
+        first = replace(base, requests=base.requests[:1])
+        warm = self._recorded.run(self._subject, first, warm=True)
+        found = compare(alone, warm, requests=[first.requests[0].id])
+        shutil.rmtree(warm.path, ignore_errors=True)
+        if found.identical or rule(self._asked.level, found, self._no_oracle).passes:
+            return []
+        self.tally.failed += 1
+        why = (
+            f"{first.requests[0].id} alone, asked again after the others, is another answer: it depends on what was served "
+            "before, or does not repeat, and so do the runs that were compared"
+        )
+        return [Failure("again", "each request alone, first", "the first request, last", (why,), found)]
+
+    def _no_oracle(self) -> Control:
+        raise AssertionError("level bounded is not for engines of one's own")
 
     def _composition(self, composition: Composition) -> Failure | None:
-        base = self._asked.base(self._subject.name, self._requests, composition.layout or LAYOUTS[0])
+        base = self._base(composition)
         failed: Failure | None = None
         more: list[str] = []
         together = composition.alone or self._asked.level == GOLDEN
         for run in self._runs(composition, base):
-            seen = self._seen(run, base)
+            seen = self.seen_of(run, base)
             self._count(seen)
-            together = together or _together(seen.b)
+            together = together or FORWARDS in seen.b.lacks or _together(seen.b)
             if not seen.ruling.passes:
                 if failed is None:
                     failed = self._failure(composition, run, base, seen)
@@ -138,7 +325,14 @@ class ModelCheck:
                 name += f", batch {n}" if len(scenarios) > 1 else ""
                 yield Run(name, scenario)
 
-    def _seen(self, run: Run, base: Scenario) -> Seen:
+    def seen(self, composition: Composition) -> Iterator[tuple[Run, Seen]]:
+        """The runs of a composition, and what each was found to be."""
+        base = self._base(composition)
+        for run in self._runs(composition, base):
+            yield run, self.seen_of(run, base)
+
+    def seen_of(self, run: Run, base: Scenario) -> Seen:
+        """A run against ``base``, its requests alone."""
         if self._asked.level == GOLDEN:
             return self._against_golden(run)
         alone = self._recorded.base(self._subject, base)
@@ -146,6 +340,8 @@ class ModelCheck:
             self._fresh.add(base.schedule.layout)
         composed = self._recorded.run(self._subject, run.scenario)
         seen = self._ruled(alone.trace, composed, run)
+        if not self._subject.laid_out:
+            return seen if seen.ruling.passes else self._steady(seen, base, run)
         if not seen.ruling.passes and base.schedule.layout not in self._fresh:
             # The model may have been changed since the run alone was recorded, by this test or by another one.
             alone = self._recorded.base(self._subject, base, again=True)
@@ -157,6 +353,34 @@ class ModelCheck:
                 )
         return seen
 
+    def _steady(self, seen: Seen, base: Scenario, run: Run) -> Seen:
+        """Whether it is about the batch: both sides once more. What does not repeat, or remembers, is said instead."""
+        assert seen.a is not None
+        again = self._recorded.run(self._subject, base)
+        if self._same(seen.a, again, run):
+            if self._same(seen.b, self._recorded.run(self._subject, run.scenario), run):
+                return seen
+            why = (
+                "the batch, run again, gives other bits: it does not repeat, so that what the batch changes is not known; look "
+                "for a race"
+            )
+            return replace(seen, ruling=Ruling((why, *seen.ruling.why)))
+        if self._same(again, self._recorded.run(self._subject, base), run):
+            why = (
+                "alone again, after other requests, it gives other bits, and those once more: it depends on what was served "
+                "before (a cache of prefixes, a warm-up, a stale buffer); let the engine have a reset(), or serve each run anew"
+            )
+        else:
+            why = (
+                "alone it gives other bits each time it is run, so that what the batch changes is not known: look for a race, "
+                "or for sampling that is not greedy"
+            )
+        return replace(seen, ruling=Ruling((why,)))
+
+    def _same(self, one: Trace, other: Trace, run: Run) -> bool:
+        found = compare(one, other, requests=run.ids)
+        return rule(self._asked.level, found, self._no_oracle).passes
+
     def _repeats(self, alone: Trace, base: Scenario) -> bool:
         again = self._recorded.run(self._subject, base)
         found = compare(alone, again).identical
@@ -164,20 +388,25 @@ class ModelCheck:
         return found
 
     def _ruled(self, alone: Trace, composed: Trace, run: Run) -> Seen:
+        if not self._subject.laid_out:
+            _same_kinds(alone, composed, self._subject.label)
         divergence = compare(alone, composed, requests=run.ids)
+        if not self._subject.laid_out:
+            return Seen(alone, composed, divergence, rule(self._asked.level, divergence, self._no_oracle))
 
         def oracle() -> Control:
             from detdiff.explain.case import Case
             from detdiff.explain.investigate import judged_origins
 
-            return judged_origins(Case.of(alone, composed, divergence, loaded=self._subject.loaded), ORIGINS)
+            return judged_origins(Case.of(alone, composed, divergence, engine=self._subject.engine), ORIGINS)
 
         return Seen(alone, composed, divergence, rule(self._asked.level, divergence, oracle))
 
     def _against_golden(self, run: Run) -> Seen:
-        made = self._recorded.run(self._subject, golden.portable(run.scenario))
-        path = golden.place(self._place.file, self._place.test, run.name)
-        found = golden.check(path, made, update=self._place.update, shown=relative(path))
+        assert self._place is not None
+        made = self._recorded.run(self._subject, portable(run.scenario))
+        path = place(self._place.file, self._place.test, run.name)
+        found = against_committed(path, made, update=self._place.update, shown=relative(path))
         if not found.why and path in self._place.written:
             # A plugin that runs failed tests once more must not make a pass of it.
             found = replace(
@@ -212,6 +441,7 @@ class ModelCheck:
         part = run.name.removeprefix(composition.name).strip(", ")
         verdict = self._verdict(seen.a, seen.b) if self._asked.explain and compared else None
         failure = replace(failure, verdict=verdict)
+        assert self._keeper is not None
         try:
             kept = self._keeper.keep(composition.name, part, seen.a, seen.b, scenarios)
             kept = write_report(kept, seen.a, seen.b, seen.divergence, verdict)
@@ -223,7 +453,7 @@ class ModelCheck:
     def _verdict(self, a: Trace, b: Trace) -> Verdict:
         from detdiff.explain import explain
 
-        return explain(a, b, loaded=self._subject.loaded)
+        return explain(a, b, engine=self._subject.engine)
 
 
 def _together(trace: Trace) -> bool:
@@ -238,4 +468,120 @@ def _together(trace: Trace) -> bool:
 
 
 def _said(composition: Composition) -> str:
-    return f"{composition.written}, layout {composition.layout}"
+    return (
+        composition.written
+        if composition.layout is None
+        else f"{composition.written}, layout {composition.layout}"
+    )
+
+
+def _same_kinds(alone: Trace, composed: Trace, label: str) -> None:
+    """Raises EngineAnswerInvalid where one run shows what the other does not, NothingToCheck where neither generated."""
+    for what, a, b in (
+        ("taps of other sites", *({site.name for site in trace.sites} for trace in (alone, composed))),
+        ("log-probabilities or top logits", *("logits" in trace.lacks for trace in (alone, composed))),
+    ):
+        if a != b:
+            raise EngineAnswerInvalid(
+                f"The engine {label} gave {what} in one run and not in the other; expected the same kinds of answer alone and in "
+                "a batch, so that all of it can be compared. Correct the engine, or leave them out in both."
+            )
+    if not any(len(trace.generated(lens=False).token) for trace in (alone, composed)):
+        raise NothingToCheck(
+            f"The engine {label} generated no token for any request, alone or in the batch, so that nothing was compared. Give "
+            "other prompts, or let it ignore end-of-text."
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Composed:
+    """One composition of an engine's requests: the divergence of each of its runs from the same requests alone, with the
+    words that tell it from the others, and ``why`` it is not let through."""
+
+    name: str
+    engine: str
+    runs: tuple[tuple[str, Divergence], ...]
+    why: tuple[str, ...]
+
+    def __bool__(self) -> NoReturn:
+        raise TypeError("what was composed has no truth value; ask .identical")
+
+    @property
+    def identical(self) -> bool:
+        return not self.why
+
+    @property
+    def parted(self) -> tuple[RequestDivergence, ...]:
+        """The requests that are not equal to themselves alone, of all runs."""
+        return tuple(request for _, found in self.runs for request in found.requests if not request.identical)
+
+    def text(self) -> str:
+        """What was found, as lines of text."""
+        lines = [
+            f"{escaped(self.name)} of {escaped(self.engine)}: {headline(found)}" for _, found in self.runs
+        ]
+        return "\n".join([*dict.fromkeys(lines), *(f"  why: {why}" for why in dict.fromkeys(self.why))])
+
+
+def check_engine(
+    engine: Any,
+    requests: Sequence[EngineRequest],
+    compositions: Sequence[Composition | str],
+    level: str = EXACT,
+    *,
+    seeds: Sequence[int] = (0,),
+) -> list[Composed]:
+    """Each request alone against the same request in every composition: what was found in each, in their order.
+
+    ``engine`` is an Engine, an object or function that generates, or a causal language model of transformers.
+    ``compositions`` are written as ``static:2`` or ``continuous:3``; each of ``seeds`` draws other neighbours and arrivals.
+    ``level`` is ``exact`` (tokens, log-probabilities and tapped rows to their bits, as far as the engine gives them) or
+    ``tokens``. Raises NothingToCheck, CheckSettingInvalid, CheckSubjectInvalid, and what recording and comparing raise.
+    """
+    if not compositions or not seeds:
+        raise NothingToCheck(
+            "There is no composition, or no seed, so that nothing would be checked. Give one at least, such as 'static:2'."
+        )
+    if not requests or any(not each.tokens for each in requests):
+        raise NothingToCheck(
+            "There is no request, or one without a token, so that nothing would be checked. Give one prompt at least, each "
+            "with a token at least."
+        )
+    asked = Asked(prompts=[list(each.tokens) for each in requests], level=level, seeds=tuple(seeds))
+    wanted = [Composition.of(each, None) if isinstance(each, str) else each for each in compositions]
+    with tempfile.TemporaryDirectory(prefix="detdiff-check-") as folder:
+        subject = Subjects().of(engine)
+        _refuse(subject, asked)
+        tables = [
+            {"id": each.id, "tokens": list(each.tokens), "max_tokens": each.max_tokens} for each in requests
+        ]
+        check = ModelCheck(subject, asked, tables, Recorded(Path(folder)))
+        found = []
+        for composition in wanted:
+            runs = list(check.seen(composition))
+            found.append(_composed(composition.name, subject.label, runs))
+        again = check.asked_again(wanted[0]) if all(each.identical for each in found) else []
+        return [replace(each, why=again[0].why) for each in found] if again else found
+
+
+def check_scenario(engine: Any, scenario: Scenario, level: str = EXACT) -> Composed:
+    """Each request of one whole batch, such as `detdiff.strategies` draws, alone against the same request in it.
+
+    The scenario's requests have token ids; its model and what else it says of a run are not the engine's. Raises what
+    `check_engine` raises.
+    """
+    asked = Asked(level=level)
+    with tempfile.TemporaryDirectory(prefix="detdiff-check-") as folder:
+        subject = Subjects().of(engine)
+        _refuse(subject, asked)
+        check = ModelCheck(subject, asked, (), Recorded(Path(folder)))
+        alone = scenario.with_changes(
+            schedule="serial", layout="padded", arrivals=None, active=None, row_budget=None
+        )
+        run = Run(scenario.schedule.kind, scenario)
+        return _composed(scenario.schedule.kind, subject.label, [(run, check.seen_of(run, alone))])
+
+
+def _composed(name: str, engine: str, runs: Sequence[tuple[Run, Seen]]) -> Composed:
+    divergences = tuple((run.name, seen.divergence) for run, seen in runs if seen.divergence is not None)
+    return Composed(name, engine, divergences, tuple(why for _, seen in runs for why in seen.ruling.why))

@@ -8,15 +8,18 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, NoReturn
 
+import numpy as np
+
+from detdiff.compare.metrics import Values, ulp_distance
 from detdiff.errors import CheckSettingInvalid, CheckSubjectInvalid, NothingToCheck
 from detdiff.probe import Function, Probe, probe
+from detdiff.probe.chart import spans_of
+from detdiff.probe.operation import Operation
 from detdiff.probe.run import SEEDS
+from detdiff.probe.sweep import Content, Finding, kept_rows
 from detdiff.probe.targets import DEFAULT_K, LIBRARIES
-from detdiff.report.words import escaped
-from detdiff_kernels.rounding import DTYPES
-
-from .op_difference import ElementDifference, differences
-from .op_words import said
+from detdiff.report.words import count, escaped
+from detdiff_kernels.rounding import DTYPES, Float32
 
 ROWS = "1..8"
 Shape = int | Sequence[int]
@@ -201,3 +204,146 @@ def _referred(value: Any) -> Iterator[Any]:
         yield from inspect.getclosurevars(function).nonlocals.values()
         yield from inspect.getclosurevars(function).globals.values()
         yield from function.__defaults__ or ()
+
+
+_FLOATS = ("BF16", "F16", "F32", "F64")
+
+
+@dataclass(frozen=True)
+class ElementDifference:
+    """Output ``element`` of the row at ``position`` among ``rows``: ``found`` there, ``alone`` where it should be equal.
+
+    ``kind`` is ``rows`` (against the row alone), ``position`` (against row 0, all rows alike) or ``neighbours`` (against the
+    same row beside other content). ``ulp`` is None where a number is not finite or the dtypes differ. ``differing`` of
+    ``outputs`` elements of that row differ.
+    """
+
+    kind: str
+    seed: int
+    rows: int
+    position: int
+    element: int
+    alone: float
+    found: float
+    ulp: int | None
+    differing: int
+    outputs: int
+
+
+def differences(target: Function, found: Probe) -> Iterator[ElementDifference]:
+    """For each kind, at the smallest M and the first seed with which it was found, the first element.
+
+    Nothing is given for a kind that does not come up again when it is run again.
+    """
+    changed = [each for each in found.against_one if not each.equal]
+    if changed:
+        yield from _again("rows", target, found, changed[0].seeds[0], changed[0].rows, 0)
+    if found.position:
+        first = found.position[0]
+        yield from _again("position", target, found, first.seeds[0], first.rows, first.positions[0])
+    if found.neighbours:
+        first = found.neighbours[0]
+        yield from _again("neighbours", target, found, first.seeds[0], first.rows, first.positions[0])
+
+
+def _again(
+    kind: str, target: Function, found: Probe, seed: int, rows: int, position: int
+) -> Iterator[ElementDifference]:
+    operation = target.operation(seed)
+    content = Content.of_seed(seed, found.rows[-1], operation)
+    for plain, other, at in _pairs(kind, operation, content, rows, position):
+        a, b = (
+            Values(values.data[place], values.dtype) for values, place in ((plain, at), (other, position))
+        )
+        if a.dtype != b.dtype:
+            continue
+        differing = a.bits() != b.bits()
+        if differing.any():
+            element = int(differing.argmax())
+            x, y = float(a.numbers()[element]), float(b.numbers()[element])
+            known = a.dtype in _FLOATS and np.isfinite(x) and np.isfinite(y)
+            yield ElementDifference(
+                kind=kind,
+                seed=seed,
+                rows=rows,
+                position=position,
+                element=element,
+                alone=x,
+                found=y,
+                ulp=int(ulp_distance(a, b)[element]) if known else None,
+                differing=int(differing.sum()),
+                outputs=a.data.size,
+            )
+            return
+
+
+def _pairs(
+    kind: str, operation: Operation, content: Content, rows: int, position: int
+) -> Iterator[tuple[Values, Values, int]]:
+    """Two runs whose rows should be equal: at a place of the first, and at ``position`` of the second."""
+
+    def run(x: Float32) -> Values:
+        return operation.read(operation.run(operation.given(x)), len(x))
+
+    given = content.rows[:rows]
+    if kind == "rows":
+        yield run(given[:1]), run(given), 0
+        return
+    alike = run(np.repeat(given[:1], rows, axis=0))
+    if kind == "position":
+        yield alike, alike, 0
+        return
+    plain = run(given)
+    if position == 0:
+        yield plain, alike, 0
+    for kept in kept_rows(rows):
+        if kept[position]:
+            yield plain, run(np.where(kept[:, None], given, content.others[:rows])), position
+
+
+_FEW = 3
+
+
+def said(found: Probe, elements: Sequence[ElementDifference]) -> Iterator[str]:
+    """One line for each fact."""
+    swept = f"M = {spans_of(found.rows)}, {count(found.seeds, 'seed')}"
+    if found.invariant:
+        outputs = max(each.outputs for each in found.against_one)
+        yield f"nothing changes a row's bits: {swept}, {count(outputs, 'output')} of row 0"
+        return
+    first = {each.kind: each for each in elements}
+    changed = [each for each in found.against_one if not each.equal]
+    if changed:
+        groups = " | ".join(spans_of(members) for members in found.classes)
+        seeds = sorted({seed for each in changed for seed in each.seeds})
+        yield (
+            f"M matters: row 0's bits change at M = {', '.join(map(str, found.bits_change_at))} (alike: {groups}; {swept}; other "
+            f"than alone with seeds {spans_of(seeds)}){_element(first.get('rows'), 'alone')}"
+        )
+    for kind, what, than, places in (
+        ("position", "position matters, all rows alike", "at position 0", found.position),
+        ("neighbours", "what is in other rows matters", "beside other content", found.neighbours),
+        ("repeat", "the same call again differs", "", found.repeat),
+    ):
+        if places:
+            yield f"{what}: {_places(places)}{_element(first.get(kind), than)}"
+    yield from (f"note: {each}" for each in found.notes if "float64" not in each)
+
+
+def _places(found: Sequence[Finding]) -> str:
+    few = "; ".join(
+        f"M = {each.rows}, position {spans_of(each.positions)}, seed {spans_of(each.seeds)}"
+        for each in found[:_FEW]
+    )
+    more = len(found) - _FEW
+    return few + (f"; and at {count(more, 'more M', 'more M')}" if more > 0 else "")
+
+
+def _element(found: ElementDifference | None, than: str) -> str:
+    if found is None:
+        return ""
+    apart = "" if found.ulp is None else f", {found.ulp:,} ULP apart"
+    return (
+        f"; first at M = {found.rows}, position {found.position}, element {found.element}: {found.found!r}, and {found.alone!r} "
+        f"{than}{apart} ({found.differing:,} of {found.outputs:,} elements differ)"
+    )

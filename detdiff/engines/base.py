@@ -117,10 +117,17 @@ class Engine(Protocol):
     can ask of it and which scenarios it runs, in the words of this module.
     """
 
-    name: str
-    identity: Mapping[str, Any]
-    settings: Mapping[str, Any]
-    capabilities: frozenset[str]
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def identity(self) -> Mapping[str, Any]: ...
+
+    @property
+    def settings(self) -> Mapping[str, Any]: ...
+
+    @property
+    def capabilities(self) -> frozenset[str]: ...
 
     def environment(self) -> dict[str, Any]:
         """Versions, device and flags that change numerics; no paths, no times."""

@@ -120,7 +120,6 @@ def test_log_probabilities_that_move_without_a_flip_are_a_divergence(tmp_path: P
 def test_what_a_function_cannot_be_told_is_refused_before_anything_is_recorded(tmp_path: Path) -> None:
     engine = Counting(FORMS["tokens"])
     for changes, words in (
-        ({"layout": "packed"}, "layout packed cannot be told"),
         ({"temperature": 1.0}, "the temperature of request 'r0' cannot be told"),
         ({"kv_bits": 8}, "settings of the cache cannot be told"),
     ):

@@ -303,6 +303,8 @@ def test_a_text_ends_where_the_model_ends_it(torch: Any, tmp_path: Path) -> None
     a, b = both(TransformersEngine(model), tmp_path, (6, 6))
     cut = a.generated()
     assert cut.token[cut.request == 0].tolist() == whole.token[:2].tolist()
+    on = record(scenario((6, 6), ignore_stop=True), tmp_path / "on", engine=TransformersEngine(model))
+    assert on.generated().token.tolist() == whole.token.tolist()
     rows = a.row_index()
     assert int(rows.position[rows.request == 0].max()) == 6
     assert compare(a, b).identical

@@ -12,19 +12,15 @@ import numpy as np
 import pytest
 from toy_engine import Packed
 
-from detdiff.check.engine import (
-    EngineRequest,
-    Generation,
-    Tap,
-    as_engine,
-    check_engine,
-    check_scenario,
-)
+from detdiff.check.invariance import Composed, check_engine, check_scenario
+from detdiff.engines.function import EngineRequest, Generation, Tap
+from detdiff.engines.registry import as_engine
 from detdiff.errors import (
     CheckSettingInvalid,
     CheckSubjectInvalid,
     EngineAnswerInvalid,
     EngineFailed,
+    NothingComparable,
     NothingToCheck,
     ScheduleInvalid,
 )
@@ -73,19 +69,24 @@ def moved(found: Generation, site: str, position: int, inputs: bool = False) -> 
     return Generation(found.tokens, found.log_probabilities, {**found.taps, site: made})
 
 
+def first(found: Composed) -> Any:
+    """What is known of the first request that is not equal to itself alone."""
+    return found.parted[0]
+
+
 def test_an_engine_without_a_fault_passes_and_says_what_was_compared() -> None:
     engine = Rich()
     static, late, alone = check_engine(engine, REQUESTS, ["static:2", "continuous:2", "serial"])
     assert static.identical and late.identical and alone.identical
-    # Three requests in batches of two: the last batch is filled up from the first.
-    assert (static.compared.tokens, static.compared.log_probabilities, static.compared.sites) == (16, 16, 3)
-    assert static.compared.rows == 4 * 3 * 6
-    assert static.text() == (
-        "static:2 of rich:\n  nothing differs: 16 tokens, 16 log-probabilities, 72 rows of 3 sites"
-    )
-    # Each request was run alone once, and once more for the serial composition.
+    # Three requests in batches of two: the last batch is filled up from the first. In each row the ports of three sites,
+    # and of those that chose a token its log-probability.
+    compared = [each.compared for _, each in static.runs]
+    assert sum(each.rows for each in compared) == 4 * 6
+    assert sum(each.digests for each in compared) == 4 * 6 * 6 + 16
+    assert "static:2 of rich: " in static.text()
+    # Each request was run alone once, and once more for the serial composition; the first again, after all others.
     ones = [ids for ids, kind in engine.asked if len(ids) == 1]
-    assert sorted(ones) == sorted([("r0",), ("r1",), ("r2",)] * 2)
+    assert sorted(ones) == sorted([("r0",), ("r1",), ("r2",)] * 2 + [("r0",)]) and ones[-1] == ("r0",)
     assert (("r0", "r1", "r2"), "continuous") in engine.asked
     with pytest.raises(TypeError, match="ask .identical"):
         bool(static)
@@ -98,14 +99,10 @@ def test_the_first_site_in_the_order_of_forwards_is_named_whose_inputs_are_equal
         return moved(moved(found, "head", 1, inputs=True), "embed", 4)
 
     (found,) = check_engine(Rich(fault), REQUESTS, ["static:3"])
-    assert [each.request.id for each in found.parted] == ["r0", "r1", "r2"] and found.repeats is True
-    site = found.parted[0].site
-    assert site is not None and (site.site, site.position, site.birth) == ("attn", 1, True)
-    assert (site.alone, site.beside, site.sites, site.tapped) == (1, 3, 3, 3)
-    assert found.text().splitlines()[1] == (
-        "  r0 beside r1, r2 (seed 0): none of 4 tokens differs; first different site attn, position 1, M = 1 alone and 3 here: "
-        "its inputs are bit-equal and its outputs are not; 3 of 3 tapped sites differ"
-    )
+    assert [each.id for each in found.parted] == ["r0", "r1", "r2"]
+    origin = first(found).origin
+    assert (origin.site, origin.position, origin.how) == ("attn", 1, "leaf")
+    assert (origin.rows_a, origin.rows_b) == (1, 3) and first(found).flip is None
 
 
 def test_what_is_known_of_inputs_is_said_and_no_more() -> None:
@@ -113,31 +110,30 @@ def test_what_is_known_of_inputs_is_said_and_no_more() -> None:
         return moved(found, "head", 2, inputs=True)
 
     def unknown(found: Generation, m: int) -> Generation:
-        other = moved(found, "head", 2)
-        bare = {site: tap.out for site, tap in other.taps.items()}
-        return Generation(other.tokens, other.log_probabilities, bare)
+        return moved(found, "head", 2)
 
-    (found,) = check_engine(Rich(inherited), REQUESTS[:2], ["static:2"])
-    assert found.parted[0].site is not None and found.parted[0].site.birth is False
-    assert "its inputs differ too, from something that is not tapped" in found.text()
-    (found,) = check_engine(Rich(unknown), REQUESTS[:2], ["static:2"])
-    assert found.parted[0].site is not None and found.parted[0].site.birth is None
-    assert "whether its inputs are equal is not known" in found.text()
+    class Bare(Rich):
+        def _one(self, request: EngineRequest, m: int) -> Generation:
+            found = super()._one(request, m)
+            taps = {site: tap.out for site, tap in found.taps.items()}
+            return Generation(found.tokens, found.log_probabilities, taps)
+
+    for engine in (Rich(inherited), Bare(unknown)):
+        (found,) = check_engine(engine, REQUESTS[:2], ["static:2"])
+        # Something between the taps, and no leaf that was given the same.
+        assert first(found).origin.how == "composite" and first(found).rung == "bits"
 
 
-def test_a_log_probability_that_is_one_ulp_off_is_found() -> None:
+def test_a_log_probability_that_is_one_ulp_off_is_found_with_its_size() -> None:
     def fault(found: Generation, m: int) -> Generation:
         scores = np.array(found.log_probabilities)
         scores[2:] = np.nextafter(scores[2:], np.float32(0))
         return Generation(found.tokens, scores, found.taps)
 
     (found,) = check_engine(Rich(fault), REQUESTS[:2], ["static:2"])
-    score = found.parted[0].score
-    assert score is not None and (score.index, score.ulp, score.differing) == (2, 1, 2)
-    assert (
-        "the log-probability of token 2 is -1.4999998807907104, and -1.5 alone, 1 ULP apart; 2 of 4 differ"
-        in found.text()
-    )
+    origin = first(found).origin
+    assert (origin.site, origin.position) == ("log_probabilities", 4)
+    assert origin.magnitude.max_ulp == 1
     assert check_engine(Rich(fault), REQUESTS[:2], ["static:2"], "tokens")[0].identical
 
 
@@ -150,10 +146,9 @@ def test_what_follows_a_flip_is_not_compared() -> None:
         return Generation([found.tokens[0], 10, 10, 10], scores, found.taps)
 
     (found,) = check_engine(Rich(fault), REQUESTS[:2], ["static:2"])
-    first = found.parted[0]
-    assert first.flip is not None and (first.flip.index, first.flip.alone, first.flip.beside) == (1, 5, 10)
-    assert first.score is None and first.site is None and first.compared.log_probabilities == 1
-    assert first.compared.rows == 3 * 4
+    request = first(found)
+    assert (request.flip.index, request.flip.a.token, request.flip.b.token) == (1, 5, 10)
+    assert request.origin is None and request.rung == "tokens" and request.rows == 4
 
 
 def test_an_engine_that_stops_early_flips_to_the_end() -> None:
@@ -161,7 +156,8 @@ def test_an_engine_that_stops_early_flips_to_the_end() -> None:
         return [tokens(each)[: 4 if len(requests) == 1 else 2] for each in requests]
 
     (found,) = check_engine(shorter, REQUESTS[:2], ["static:2"])
-    assert "token 2 is the end, and 6 alone" in found.text() and "of shorter" not in found.parted[0].drawn
+    flip = first(found).flip
+    assert (flip.index, flip.kind, flip.a.token, flip.b.token) == (2, "length", 6, None)
     assert found.engine.endswith("shorter")
 
 
@@ -172,8 +168,78 @@ def test_an_engine_that_does_not_repeat_itself_is_not_blamed_on_the_batch() -> N
         return [[next(count)] for _ in requests]
 
     (found,) = check_engine(random, REQUESTS[:2], ["static:2"])
-    assert found.repeats is False and found.kernels == ()
-    assert "r0 alone gives other bits each time it is run, so this is not about the batch" in found.text()
+    assert len(found.why) == 1 and "alone it gives other bits each time it is run" in found.why[0]
+
+
+def test_a_race_that_needs_a_batch_is_not_blamed_on_the_batch() -> None:
+    count = iter(range(100))
+
+    def racing(requests: Sequence[EngineRequest]) -> list[list[int]]:
+        return [[next(count) if len(requests) > 1 else 0] for _ in requests]
+
+    (found,) = check_engine(racing, REQUESTS[:2], ["static:2"])
+    assert "the batch, run again, gives other bits: it does not repeat" in found.why[0]
+
+
+class Remembering(Rich):
+    """Serves a prompt that it has seen by another path; ``after`` prompts at the earliest."""
+
+    def __init__(self, after: int = 1) -> None:
+        super().__init__()
+        self.seen: list[tuple[int, ...]] = []
+        self.after = after
+
+    def _one(self, request: EngineRequest, m: int) -> Generation:
+        known = request.tokens in self.seen and len(self.seen) >= self.after
+        self.seen.append(request.tokens)
+        found = super()._one(request, m)
+        return moved(found, "attn", 2) if known else found
+
+
+class Forgetting(Remembering):
+    def reset(self) -> None:
+        self.seen.clear()
+
+
+def test_what_depends_on_what_was_served_before_is_not_blamed_on_the_batch() -> None:
+    (found,) = check_engine(Remembering(), REQUESTS[:2], ["static:2"])
+    assert len(found.why) == 1 and "depends on what was served before" in found.why[0]
+    # One that remembers only later lets every comparison pass but that with the first request asked again.
+    (late,) = check_engine(Remembering(after=4), REQUESTS[:2], ["static:2"])
+    assert not late.identical and "r0 alone, asked again after the others, is another answer" in late.why[0]
+
+
+def test_an_engine_that_is_reset_is_compared_cold_and_its_memory_is_told() -> None:
+    (found,) = check_engine(Forgetting(), REQUESTS[:2], ["static:2"])
+    assert [each.identical for _, each in found.runs] == [True]
+    assert "depends on what was served before" in found.why[0]
+
+
+def test_a_warm_run_without_rows_for_the_prefix_is_no_fault() -> None:
+    class Prefix(Rich):
+        """A batch takes the first rows of a prompt from a cache: no taps for them."""
+
+        def _one(self, request: EngineRequest, m: int) -> Generation:
+            found = super()._one(request, m)
+            if m == 1:
+                return found
+            taps = {
+                site: Tap(tap.out[2:], tap.inputs[2:], np.arange(2, len(tap.out)), tap.m[2:])
+                for site, tap in found.taps.items()
+            }
+            return Generation(found.tokens, found.log_probabilities, taps)
+
+    (found,) = check_engine(Prefix(), REQUESTS[:2], ["static:2"])
+    assert [each.identical for _, each in found.runs] == [True] and found.identical
+
+
+def test_equal_logits_and_another_token_are_the_choice_of_the_token() -> None:
+    def sampled(found: Generation, m: int) -> Generation:
+        return Generation([found.tokens[0], 10, 10, 10], found.log_probabilities, found.taps)
+
+    (found,) = check_engine(Rich(sampled), REQUESTS[:2], ["static:2"])
+    assert first(found).rung == "tokens" and first(found).origin is None
+    assert any("the choice of the token differs" in note for note in found.runs[0][1].notes)
 
 
 def test_functions_are_engines_with_and_without_a_schedule() -> None:
@@ -194,17 +260,16 @@ def test_functions_are_engines_with_and_without_a_schedule() -> None:
 def test_seeds_draw_other_neighbours() -> None:
     engine = Packed()
     (found,) = check_engine(engine, REQUESTS, ["continuous:2"], seeds=(0, 1, 2))
-    assert found.identical and found.compared.tokens == 3 * 12
+    assert found.identical and len(found.runs) == 3
 
     def only_beside_r0(requests: Sequence[EngineRequest]) -> list[list[int]]:
         ids = [each.id for each in requests]
         return [[int(ids == ["r2", "r0"])] * 2 for _ in requests]
 
     named = [
-        {each.drawn for each in check_engine(only_beside_r0, REQUESTS, ["static:2"], seeds=(seed,))[0].parted}
-        for seed in range(6)
+        check_engine(only_beside_r0, REQUESTS, ["static:2"], seeds=(seed,))[0].identical for seed in range(6)
     ]
-    assert named[0] == {"seed 0"} and set() in named
+    assert not named[0] and True in named
 
 
 def test_a_scenario_is_checked_as_it_is() -> None:
@@ -215,7 +280,8 @@ def test_a_scenario_is_checked_as_it_is() -> None:
     found = check_scenario(
         Packed(), Scenario("any", requests, Schedule("continuous", "packed", row_budget=1))
     )
-    assert found.identical and found.compared.tokens == 5 and found.composition == "continuous"
+    assert found.identical and found.name == "continuous"
+    assert sum(each.generated_b for each in found.runs[0][1].requests) == 5
 
 
 @pytest.mark.parametrize(
@@ -231,10 +297,9 @@ def test_a_scenario_is_checked_as_it_is() -> None:
         (lambda r: [Generation([1], taps={"q": 3})] * len(r), "rows of 'q'"),
         (
             lambda r: [Generation([1], [0.5] if len(r) == 1 else None)] * len(r),
-            "log-probabilities in one run",
+            "in one run and not in the other",
         ),
         (lambda r: [Generation([1], taps={str(len(r)): [1]})] * len(r), "taps of other sites in one run"),
-        (lambda r: [Generation([1], taps={"q": [1] * len(r)})] * len(r), "rows of 'q' at other positions"),
     ],
 )
 def test_an_answer_that_is_none_is_refused(gives: Callable[[Sequence[Any]], Any], says: str) -> None:
@@ -245,8 +310,8 @@ def test_an_answer_that_is_none_is_refused(gives: Callable[[Sequence[Any]], Any]
 @pytest.mark.parametrize(
     ("gives", "says"),
     [
-        (lambda r: [[1]] * 5, "gave 5 answers for 2 requests"),
-        (lambda r: {"other": [1]}, "gave 0 answers for 2 requests"),
+        (lambda r: [[1]] * 5, "gave 5 answers for 1 requests"),
+        (lambda r: {"other": [1]}, "gave 0 answers for 1 requests"),
         (lambda r: None, "gave 0 answers"),
         (
             lambda r: 1 / 0,
@@ -289,16 +354,16 @@ def test_nothing_compared_is_never_a_pass(asked: tuple[Any, ...], error: type[Ex
 
 
 def test_what_is_an_engine() -> None:
-    engine = Rich()
-    assert as_engine(engine) is engine
+    engine = as_engine(Rich())
+    assert engine is not None and as_engine(engine) is engine and engine.name == "function"
     assert as_engine(len) is not None
     assert all(as_engine(other) is None for other in (3, None, Rich, nn.Linear(2, 2), {"a": 1}))
 
 
-@pytest.mark.parametrize("module", ["engine", "torch_engine", "op"])
-def test_importing_a_check_of_ones_own_loads_no_model_library(module: str) -> None:
+@pytest.mark.parametrize("module", ["check.op", "engines.function", "engines.transformers", "engines.record"])
+def test_importing_an_engine_of_ones_own_loads_no_model_library(module: str) -> None:
     program = (
-        f"import sys, detdiff.check.{module}; "
+        f"import sys, detdiff.{module}; "
         "print({'mlx', 'numba', 'torch', 'transformers', 'hypothesis', 'pytest'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
@@ -308,7 +373,7 @@ def test_importing_a_check_of_ones_own_loads_no_model_library(module: str) -> No
 @pytest.mark.parametrize(
     "taps, error, words",
     [
-        ({"a": np.zeros((0, 2), np.float32)}, NothingToCheck, "taps without a row"),
+        ({"a": np.zeros((0, 2), np.float32)}, NothingComparable, "holds no rows"),
         ({"a": np.zeros((3, 0), np.float32)}, EngineAnswerInvalid, "a value at least in each"),
         ({"a": Tap(np.zeros((1, 2), np.float32), positions=[7])}, EngineAnswerInvalid, "at position 7"),
         ({"a": Tap(np.zeros((1, 2), np.float32), positions=[-1])}, EngineAnswerInvalid, "at position -1"),
@@ -324,27 +389,3 @@ def test_taps_that_would_be_compared_with_nothing_are_refused(
             REQUESTS,
             ["static:2"],
         )
-
-
-def test_any_request_that_does_not_repeat_is_said_not_to() -> None:
-    calls: list[int] = []
-
-    def generate(requests: Sequence[EngineRequest]) -> list[list[int]]:
-        calls.append(1)
-        return [[len(requests) if each.id == "r0" else len(calls)] * each.max_tokens for each in requests]
-
-    (found,) = check_engine(generate, REQUESTS[:2], ["static:2"])
-    assert found.repeats is False and {each.request.id for each in found.parted} == {"r0", "r1"}
-    assert found.said()[0].startswith("r1 alone gives other bits each time")
-
-
-def test_probes_that_fail_do_not_hide_what_parted() -> None:
-    class Failing(Rich):
-        def kernels(self, rows: Any, sites: Any) -> Any:
-            raise OSError("no such device")
-
-    engine = Failing(
-        lambda found, m: Generation([1] * len(found.tokens), found.log_probabilities, found.taps)
-    )
-    (found,) = check_engine(engine, REQUESTS[:2], ["static:2"])
-    assert found.parted and any("kernels raised OSError (no such device)" in line for line in found.said())

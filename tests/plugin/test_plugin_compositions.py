@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from detdiff.check.compositions import LATEST, Composition, compositions, listed
+from detdiff.check.settings import LATEST, Composition, compositions, listed
 from detdiff.errors import CheckError, NothingToCheck, ScenarioError, ScheduleInvalid
 from detdiff.scenario import Scenario
 

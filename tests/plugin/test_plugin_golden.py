@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from conftest import Run, text_of
 
-from detdiff.check.golden import place
+from detdiff.check.failure import place
 from detdiff.trace import Trace
 
 TEXT = """

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from detdiff.check.levels import BOUNDED, EXACT, TOKENS, rule
+from detdiff.check.invariance import BOUNDED, EXACT, TOKENS, rule
 from detdiff.compare import Divergence, NotCompared, compare
 from detdiff.compare.divergence import Finding
 from detdiff.explain import Control

@@ -15,8 +15,9 @@ from runs import model, patched
 from tiers import some_now
 from toy_engine import Faulty, Packed
 
-from detdiff.check.alone import against_alone
-from detdiff.check.engine import EngineRequest, check_scenario
+from detdiff.check.invariance import check_scenario
+from detdiff.check.subjects import against_alone
+from detdiff.engines.function import EngineRequest
 from detdiff.engines.mlx.packed import PackedEngine
 from detdiff.engines.mlx.requests import prepare
 from detdiff.engines.mlx.serve import Models, Sessions, serve

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from detdiff.check.engine import EngineRequest
+from detdiff.engines.function import EngineRequest
 from detdiff.scenario import Schedule
 
 MODULUS = 97

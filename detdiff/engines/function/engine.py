@@ -120,13 +120,11 @@ class FunctionEngine:
             )
         sampled = next((each.id for each in scenario.requests if each.sampling.temperature), None)
         told = (
-            ("layout packed", scenario.schedule.layout != "padded"),
             ("kernels", scenario.kernels != KernelPlan()),
             ("a draft", scenario.speculation is not None),
             ("settings of the cache", scenario.cache != CachePlan()),
             ("force_tokens", scenario.force_tokens is not None),
             ("lens", scenario.capture.lens),
-            ("ignore_stop", any(each.ignore_stop for each in scenario.requests)),
             ("chat", any(each.chat for each in scenario.requests)),
             (f"the temperature of request {sampled!r}", sampled is not None),
         )

@@ -5,7 +5,8 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import mlx.core as mx
@@ -24,6 +25,7 @@ from detdiff.scenario import Scenario
 from detdiff.trace import Site
 
 from .model import LoadedModel, encode, load
+from .model_directory import config_value
 from .path_changes import Held
 from .requests import Work
 from .run_checks import FirstLogits, compare_logits
@@ -163,6 +165,28 @@ class MlxEngine:
         if loaded is None:
             raise OracleRefused("The draft model of the run is not at hand. Judge the target's sites.")
         return Gathered(loaded.model, captured, site, request, list(rows)).operation()
+
+
+def engine_of_objects(given: Any) -> MlxEngine | str:
+    """The engine of a LoadedModel, or of the pair that ``mlx_lm.load`` gives; what it is in words where it is neither."""
+    if isinstance(given, LoadedModel):
+        # Whoever owns an object may have changed its weights, and what kernels made of them before would hide that.
+        return MlxEngine(replace(given, staged={}))
+    if not (isinstance(given, tuple | list) and len(given) in (2, 3) and isinstance(given[0], Module)):
+        return (
+            "an mlx module without its tokenizer"
+            if isinstance(given, Module)
+            else f"a {type(given).__name__}"
+        )
+    module, tokenizer = given[0], given[1]
+    if not hasattr(tokenizer, "eos_token_ids"):
+        from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+        tokenizer = TokenizerWrapper(tokenizer)
+    config = dict(vars(module.args)) if hasattr(getattr(module, "args", None), "__dict__") else {}
+    kind = str(getattr(module, "model_type", None) or type(module).__module__.rpartition(".")[2])
+    identity = {"name": kind, "model_type": kind, "vocab_size": config_value(config, "vocab_size")}
+    return MlxEngine(LoadedModel(module, tokenizer, Path(kind), identity, config))
 
 
 def open_mlx(model: str | None, settings: Mapping[str, Any]) -> MlxEngine:

@@ -32,7 +32,7 @@ from detdiff.trace import Site
 
 from .linear_sites import load_torch
 from .recorder import Batch, Recorder
-from .sites import SiteMap, discover
+from .sites import SiteMap, discover, replaced
 from .taps import implementations, pinned, tapped
 
 if TYPE_CHECKING:
@@ -392,14 +392,15 @@ class TransformersEngine:
             stack.callback(model.register_forward_hook(made, with_kwargs=True).remove)
             stack.enter_context(torch.inference_mode())
             try:
-                found = self._generate(ids, mask, batch)
+                found = self._generate(ids, mask, batch, options.overrides.pin_kernels)
             except _Enough:
                 return
         if recorder is not None:
             recorder.chosen(found[:, -1].cpu().numpy())
 
-    def _generate(self, ids: Any, mask: Any, batch: Batch) -> Any:
-        """Ids [requests, columns] with what was generated."""
+    def _generate(self, ids: Any, mask: Any, batch: Batch, pin_choice: bool = False) -> Any:
+        """Ids [requests, columns] with what was generated. ``pin_choice``: of equal logits the lowest id is taken, whatever
+        torch's argmax takes in a batch of this size."""
         settings = copy.deepcopy(self.model.generation_config)
         for name, value in (
             ("do_sample", False),
@@ -425,9 +426,19 @@ class TransformersEngine:
             ]
             return torch.full((len(new),), all(over), device=so_far.device)
 
-        return self.model.generate(
-            input_ids=ids, attention_mask=mask, generation_config=settings, stopping_criteria=[done]
-        )
+        def lowest(so_far: Any, scores: Any) -> Any:
+            best = (scores == scores.amax(dim=-1, keepdim=True)).to(torch.int8)
+            first = best.cumsum(dim=-1) == 1
+            return scores.masked_fill(~(first & (best == 1)), -torch.inf)
+
+        # What is None in a configuration that is given comes from the model's own, so that one stands aside.
+        with replaced(self.model, "generation_config", settings):
+            return self.model.generate(
+                input_ids=ids,
+                attention_mask=mask,
+                stopping_criteria=[done],
+                logits_processor=[lowest] if pin_choice else [],
+            )
 
     def _ends(self) -> set[int]:
         """The tokens that end a text."""
