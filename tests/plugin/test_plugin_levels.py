@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from detdiff.check.invariance import BOUNDED, EXACT, TOKENS, rule
+from detdiff.check.invariance import rule
+from detdiff.check.settings import BOUNDED, EXACT, TOKENS
 from detdiff.compare import Divergence, NotCompared, compare
 from detdiff.compare.divergence import Finding
 from detdiff.explain import Control

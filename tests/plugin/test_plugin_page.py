@@ -10,7 +10,7 @@ import pytest
 from conftest import Run
 
 from detdiff.check.checker import BatchInvariance
-from detdiff.check.invariance import LEVELS
+from detdiff.check.settings import LEVELS
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs" / "pytest.md").read_text(encoding="utf-8")
