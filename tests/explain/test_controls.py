@@ -178,3 +178,30 @@ def test_scenarios_are_recorded_first(runs: Runs) -> None:
     assert case.divergence.identical
     assert case.budget.reruns == 5
     assert run_control(case, "graft_in").said == "the two runs do not part"
+
+
+def test_attention_whose_module_calls_its_scale_otherwise_is_judged(runs: Runs) -> None:
+    loaded = tiny("llama", "f32")
+    for layer in loaded.model.layers:
+        native = type(layer.self_attn)
+
+        class Renamed(native):  # type: ignore[misc, valid-type]
+            def __call__(self, *args: Any, **kw: Any) -> Any:
+                self.scale = self.softmax_scale
+                try:
+                    return super().__call__(*args, **kw)
+                finally:
+                    del self.scale
+
+        layer.self_attn.softmax_scale = layer.self_attn.scale
+        del layer.self_attn.scale
+        layer.self_attn.__class__ = Renamed
+    plant = Plant("layers.1.self_attn.attention", 0, 4, 7)
+    asked = scenario("serial", max_tokens=4)
+    b = runs.record(loaded, asked, RecordOptions(observe=0, faults=(plant,)))
+    case = Case.of(runs.record(loaded, asked), b, loaded=loaded, plants=((), (plant,)))
+    control = run_control(case, "oracle")
+    assert control.result == "inside", control.said
+    assert [pair["kind"] for pair in control.detail["pairs"]] == ["attention"], dict(
+        control.detail["skipped"]
+    )

@@ -78,6 +78,7 @@ class MlxEngine:
     stateless: bool = True
     """Every run makes its caches anew, so that nothing is left of what was served."""
     _drafts: dict[str, LoadedModel] = field(default_factory=dict)
+    _scales: dict[str, float] = field(default_factory=dict)
 
     @property
     def identity(self) -> Mapping[str, Any]:
@@ -114,7 +115,7 @@ class MlxEngine:
                 "The mlx engine was asked to put cache entries into a whole recording; expected pin_kernels or dtype. Ask "
                 "cache_patches of the engine, which puts them in before one forward."
             )
-        return run(scenario, self.models(scenario), begin, options)
+        return run(scenario, self.models(scenario), begin, options, self._scales)
 
     def reset(self) -> None:
         self.loaded.staged.clear()
@@ -164,7 +165,9 @@ class MlxEngine:
         loaded = models.draft if site.name.startswith("draft.") else models.target
         if loaded is None:
             raise OracleRefused("The draft model of the run is not at hand. Judge the target's sites.")
-        return Gathered(loaded.model, captured, site, request, list(rows)).operation()
+        return Gathered(
+            loaded.model, captured, site, request, list(rows), self._scales.get(site.name)
+        ).operation()
 
 
 def engine_of_objects(given: Any) -> MlxEngine | str:
@@ -227,13 +230,20 @@ def _backend(device: Any) -> str:
     return "metal" if mx.metal.is_available() else "cuda"
 
 
-def run(scenario: Scenario, models: Models, begin: Begin, options: RunOptions) -> dict[str, Any]:
-    """Run ``scenario`` into the writer that ``begin`` gives; what ``finish`` is told. See `base.Engine.run`."""
+def run(
+    scenario: Scenario, models: Models, begin: Begin, options: RunOptions, scales: dict[str, float]
+) -> dict[str, Any]:
+    """Run ``scenario`` into the writer that ``begin`` gives; what ``finish`` is told. See `base.Engine.run`.
+
+    ``scales`` takes the scale that each attention site was called with.
+    """
     with in_dtype(models, options.overrides.dtype) as models:
-        return _run(scenario, models, begin, options)
+        return _run(scenario, models, begin, options, scales)
 
 
-def _run(scenario: Scenario, models: Models, begin: Begin, options: RunOptions) -> dict[str, Any]:
+def _run(
+    scenario: Scenario, models: Models, begin: Begin, options: RunOptions, scales: dict[str, float]
+) -> dict[str, Any]:
     work = prepared(scenario, models)
     sessions = Sessions.of(scenario, models, options.faults)
     if options.overrides.pin_kernels:
@@ -259,6 +269,10 @@ def _run(scenario: Scenario, models: Models, begin: Begin, options: RunOptions) 
     with sessions.running(recorder, seen):
         counts = serve(scenario, sessions, work, on_token, recorder.event)
         recorder.finish()
+    for session in (sessions.target, sessions.draft):
+        if session is not None:
+            names = {key: session.sites.sites[place].name for key, place in session.sites.index.items()}
+            scales.update({names[key]: scale for key, scale in session.scales.items() if key in names})
     seconds = time.perf_counter() - clock
     observer = compare_logits(
         seen, lambda logits: run_unrecorded(scenario, sessions, prepared(scenario, models), logits)

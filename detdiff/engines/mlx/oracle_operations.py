@@ -235,7 +235,17 @@ def _bias(mask: Any, rows: int, keys: int) -> NDArray[np.float64]:
 class Gathered:
     """What rows of one site were given and gave in one run; ``positions`` int64 [rows]."""
 
-    def __init__(self, model: Any, captured: Captured, site: Site, request: str, rows: list[int]) -> None:
+    def __init__(
+        self,
+        model: Any,
+        captured: Captured,
+        site: Site,
+        request: str,
+        rows: list[int],
+        scale: float | None = None,
+    ) -> None:
+        """``scale`` is what attention was called with; None: the module's attribute of that name."""
+        self._scale = scale
         self._model, self._captured, self._site, self._request = model, captured, site, request
         self._rows = rows
         index = captured.trace.row_index()
@@ -316,6 +326,8 @@ class Gathered:
         written = self._captured.write_site(self._site.layer, draft=self._site.name.startswith(DRAFT))
         q = self._stack("in")
         given: dict[str, Any] = {"mask": None}
+        if self._scale is not None:
+            given["scale"] = self._scale
         if "Quantized" in self._note("kind"):
             given |= self._quantised(written, span)
         else:
@@ -371,9 +383,12 @@ class Gathered:
             return None
         model = getattr(self._model, "model", self._model)
         arguments = getattr(model, "args", None) or getattr(self._model, "args", None)
-        for name in ("sliding_window", "window_size", "sliding_window_size"):
-            if isinstance(getattr(arguments, name, None), int):
-                return int(getattr(arguments, name))
+        text = getattr(arguments, "text_config", None)
+        for settings in (arguments, text):
+            for name in ("sliding_window", "window_size", "sliding_window_size"):
+                found = settings.get(name) if isinstance(settings, dict) else getattr(settings, name, None)
+                if isinstance(found, int):
+                    return found
         raise OracleRefused(
             f"{self._site.name} sees a window of its cache, and its length is not among the model's settings. Judge the sites "
             "before attention."

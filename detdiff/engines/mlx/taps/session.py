@@ -54,6 +54,8 @@ class Session:
         self._steering: Steering | None = None
         self.paused = False
         self._entered = False
+        self.scales: dict[str, float] = {}
+        """The scale that each attention site was last called with, whatever its module calls it."""
         self._reset()
         self.sites: SiteMap = discover(model, self._discovering)
         if after is not None:
@@ -327,6 +329,9 @@ class Session:
         if not self._active:
             return native(*args, **kw)
         key = self._key(f"{self._where}.attention")
+        scale = kw.get("scale", args[4] if len(args) > 4 else None)
+        if isinstance(scale, int | float):
+            self.scales[key] = float(scale)
         queries = self._hold_all(args[:1] or [kw.get("queries")])
         attend = self._attend(key, native)
         y = attend(None, args, kw) if self.packing is None else self.packing.attention(attend, args, kw)
