@@ -91,14 +91,17 @@ def _differences(divergence: Divergence, verdict: Verdict | None, series: Series
     finding_lines(birth, divergence)
     for request in parted:
         name = f"request {named(request.id)}"
-        if request.flip is None:
+        if request.text is not None:
+            flip.prose(
+                f"{name}: parts in {request.rung}; another text from character {request.text.index} on"
+            )
+        elif request.flip is None:
             tokens = count(min(request.generated_a, request.generated_b), "generated token")
-            end = f"no flip within its {tokens}" if request.text is None else "another text"
-            flip.prose(f"{name}: parts in {request.rung}; {end}")
+            flip.prose(f"{name}: parts in {request.rung}; no flip within its {tokens}")
         else:
             flip.prose(f"{name}: parts in {request.rung} and flips at generated token {request.flip.index}")
         flip.add(*_side_by_side(series, request))
-        if request.flip is not None:
+        if request.flip is not None and request.text is None:
             flip_lines(flip, request, request.flip)
             _sampling(flip, divergence, request)
             flip_forward_lines(flip, request)

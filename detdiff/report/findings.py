@@ -129,7 +129,7 @@ def _parted(divergence: Divergence) -> str:
 
 def _flips(request: RequestDivergence) -> str:
     flip, text = request.flip, request.text
-    if flip is None:
+    if text is not None or flip is None:
         return f"says another text from character {0 if text is None else text.index} on"
     if flip.kind == "length":
         return f"ends at another length (token {flip.index})"
@@ -225,6 +225,9 @@ def cache_lines(page: Page, request: RequestDivergence) -> None:
             f"{layer(entry.layer)}, {entry.kind}, head {entry.head}, position {entry.position}; written in a by "
             f"{composition(entry.composition_a)}, in b by {composition(entry.composition_b)}",
         )
+        for run, forward in (("a", entry.rewritten_a), ("b", entry.rewritten_b)):
+            if forward is not None:
+                page.item("    ", f"stored anew in another form in {run}, after forward {forward}")
         if entry.magnitude is not None:
             page.item("    ", size(entry.magnitude))
     if request.carriers is not None:

@@ -466,7 +466,10 @@ def _carried_fact(request: RequestDivergence) -> Fact | None:
 
 
 def _flipped_fact(request: RequestDivergence) -> Fact:
-    flip = request.flip
+    flip, text = request.flip, request.text
+    if text is not None:
+        what, where = f"{shown(text.a)} → {shown(text.b)}", f"character {text.index} of {named(request.id)}"
+        return Fact("flip", "Flipped", what, (where,))
     if flip is None:
         generated = min(request.generated_a, request.generated_b)
         return Fact("flip", "No flip", f"{count(generated, 'generated token')} alike", ())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from made_reports import flips
@@ -64,16 +65,20 @@ def test_an_origin_that_could_not_be_named_is_not_blamed_on_the_engine() -> None
     )
 
 
-def test_texts_without_tokens_part_at_a_character() -> None:
-    found = told(
-        {"tokens": "a text alone"}, **NOTHING, flip=None, flip_forward=None, text=TextFlip(12, "cat", "dog")
-    )
+@pytest.mark.parametrize("flip", [True, False], ids=["flip", "text-alone"])
+def test_texts_without_tokens_part_at_a_character(flip: bool) -> None:
+    changes: dict[str, Any] = {} if flip else {"flip": None}
+    text_flip = TextFlip(12, "cat", "dog")
+    found = told({"tokens": "a text alone"}, **NOTHING, **changes, flip_forward=None, text=text_flip)
     assert headline(found).startswith("The runs part: anchor says another text from character 12 on; ")
     text = flat(divergence_text(found))
     assert (
         'text: differs from character 12 on: "cat" in a, "dog" in b' in text
         and "tokens of b: not shown" in text
     )
+    assert "another text from character 12 on" in text and "generated token 3" not in text
+    facts = html(build(found)).partition('<ol class="facts">')[2].partition("</ol>")[0]
+    assert "character 12 of anchor" in facts and "generated token" not in facts
 
 
 def test_sizes_are_told_in_the_dtype_that_was_computed() -> None:
@@ -123,7 +128,7 @@ def test_a_report_of_such_an_engine_is_read_back() -> None:
 
 
 def test_a_chunk_of_one_position_is_no_count() -> None:
-    from detdiff.compare import Chunk
+    from detdiff.compare.divergence import Chunk
 
     def said(first: int, last: int, differing: tuple[tuple[int, int], ...]) -> str:
         return flat(divergence_text(told({}, chunks=(Chunk("a", 1, first, last, differing, True),))))
