@@ -59,7 +59,7 @@ class _Sides:
         return clock.step_seconds()
 
     def untapped(self) -> float:
-        """What ``detdiff.engines.mlx.generate`` does, with a clock where it takes a token."""
+        """What ``detdiff.engines.mlx.record.generate`` does, with a clock where it takes a token."""
         return untapped(self._loaded, self._scenario)
 
     def recorded(self) -> float:
