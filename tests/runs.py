@@ -17,8 +17,7 @@ from tiny import CONFIGS, PACKABLE, VOCAB, TinyTokenizer, tiny
 
 from detdiff.engines.mlx.model import LoadedModel
 from detdiff.engines.mlx.record import RecordOptions, record
-from detdiff.engines.mlx.taps.arrays import memory
-from detdiff.engines.mlx.taps.forward import Forward
+from detdiff.engines.mlx.taps.forward import Forward, memory
 from detdiff.scenario import Scenario
 from detdiff.trace import Trace
 

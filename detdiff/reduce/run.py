@@ -11,9 +11,8 @@ from typing import Any
 
 from detdiff.engines.mlx.engine import environment
 from detdiff.engines.mlx.model import LoadedModel, encode
-from detdiff.engines.mlx.model_directory import RANDOM
+from detdiff.engines.mlx.model_directory import RANDOM, layers_of
 from detdiff.engines.mlx.serve import Models
-from detdiff.engines.mlx.twin import layers_of
 from detdiff.errors import NothingToReduce, ReductionError
 from detdiff.scenario import Scenario
 from detdiff.trace import Trace

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from detdiff.compare import Divergence, compare
+from detdiff.engines.mlx.model_directory import twin_of
 from detdiff.engines.mlx.record import RecordOptions, record
 from detdiff.engines.mlx.serve import Models
-from detdiff.engines.mlx.twin import twin_of
 from detdiff.errors import (
     NothingComparable,
     ReductionFolderUnusable,

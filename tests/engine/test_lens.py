@@ -12,7 +12,7 @@ from runs import ARCHITECTURES, PACKABLE, Runs, content, digests, loaded, model,
 from toy_models import Toy
 
 from detdiff.engines.mlx.record import record
-from detdiff.engines.mlx.taps.arrays import top
+from detdiff.engines.mlx.taps.forward import top
 from detdiff.errors import LayoutError
 from detdiff.trace import Lens, Trace
 

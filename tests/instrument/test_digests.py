@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from runs import Runs, digests, model, scenario
 
-from detdiff.engines.mlx.taps.arrays import DTYPE_NAMES, memory
 from detdiff.engines.mlx.taps.digests import (
     device_entries,
     device_rows,
@@ -21,6 +20,7 @@ from detdiff.engines.mlx.taps.digests import (
     layout_job,
     row_bytes,
 )
+from detdiff.engines.mlx.taps.forward import DTYPE_NAMES, memory
 from detdiff.trace import digest_rows
 from detdiff.trace.digest import STORAGE
 

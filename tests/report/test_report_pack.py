@@ -13,7 +13,7 @@ import pytest
 from command_line import run
 
 from detdiff.engines.mlx.model import builtin_path, load
-from detdiff.engines.mlx.twin import twin_of
+from detdiff.engines.mlx.model_directory import twin_of
 from detdiff.scenario import Scenario
 from detdiff.trace import Trace
 

@@ -12,15 +12,14 @@ import numpy as np
 from mlx_lm.models.cache import ArraysCache
 from numpy.typing import NDArray
 
-from detdiff.engines.mlx.taps.arrays import handle, memory
-from detdiff.engines.mlx.taps.forward import TARGET, Forward
+from detdiff.engines.mlx.taps.forward import TARGET, Forward, handle, memory
 from detdiff.explain.case import Side
 from detdiff.explain.control import CannotRun
 
 from .caches import PagedCache
-from .deciding_rows import Place, place
 from .packed import PackedEngine, Snapshot, StopRun
 from .path_changes import Baseline, baseline
+from .rerun_findings import Place, place
 from .reruns import Changes, Reruns, Run, Watch, rerun
 
 Arrays = tuple[mx.array, ...]

@@ -14,7 +14,7 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import KVCache, create_attention_mask, make_prompt_cache
 
-from detdiff.engines.mlx.taps.arrays import handle
+from detdiff.engines.mlx.taps.forward import handle
 from detdiff.errors import LayoutError
 from detdiff.scenario import CachePlan
 from detdiff.trace import format_ranges

@@ -15,9 +15,8 @@ from mlx.nn.layers.base import Module
 import detdiff
 from detdiff.engines import base
 from detdiff.engines.base import Begin, RunOptions, blas_in_use, chip, flags, imported, version
-from detdiff.engines.mlx.taps.arrays import lens_logits
 from detdiff.engines.mlx.taps.entries import Selection
-from detdiff.engines.mlx.taps.forward import DRAFT
+from detdiff.engines.mlx.taps.forward import DRAFT, lens_logits
 from detdiff.engines.mlx.taps.recorder import Recorder, Subject
 from detdiff.engines.mlx.taps.session import Session
 from detdiff.errors import EngineRefuses, LayoutError, OracleRefused, ScenarioError
@@ -150,7 +149,7 @@ class MlxEngine:
 
     def first_not_finite(self, case: Case, side: str) -> NotFinite | None:
         """See ``explain.controls.finite``."""
-        from .first_not_finite import watched_for_values
+        from .rerun_findings import watched_for_values
         from .reruns import Reruns
 
         return watched_for_values(Reruns.of(case), side).found

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from detdiff.engines.mlx.model_directory import RANDOM, check_directory, config_value, identity
-from detdiff.engines.mlx.twin import TokenIds, build
 from detdiff.errors import (
     ChatTemplateUnusable,
     ModelConfigInvalid,
@@ -24,6 +23,8 @@ from detdiff.errors import (
     PromptWithoutTokens,
     TokenizerInvalid,
 )
+
+from .model_directory import TokenIds, build
 
 __all__ = [
     "BUILTIN",

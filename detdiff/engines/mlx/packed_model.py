@@ -15,8 +15,7 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
-from detdiff.engines.mlx.taps.arrays import handle
-from detdiff.engines.mlx.taps.forward import TARGET, Attend, Forward, Segment
+from detdiff.engines.mlx.taps.forward import TARGET, Attend, Forward, Segment, handle
 from detdiff.engines.mlx.taps.session import Session
 from detdiff.errors import LayoutError
 from detdiff.scenario import CachePlan

@@ -25,7 +25,7 @@ from detdiff.explain.case import Side
 from detdiff.explain.control import CannotRun
 from detdiff_kernels import Call
 
-from .deciding_rows import FlipOf, Target, flip_of, origin_port, parting_of, place
+from .rerun_findings import FlipOf, Target, flip_of, origin_port, parting_of, place
 from .reruns import Changes, Paths, Reruns, Row, Run, rerun, rows_of
 
 Spans = tuple[Span, ...]

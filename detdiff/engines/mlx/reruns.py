@@ -12,8 +12,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from detdiff.engines.mlx.taps.arrays import handle, memory
-from detdiff.engines.mlx.taps.forward import Forward, Steering
+from detdiff.engines.mlx.taps.forward import Forward, Steering, handle, memory
 from detdiff.engines.mlx.taps.kernel_plan import Made, Taken
 from detdiff.engines.mlx.taps.sites import Arrays, SiteMap
 from detdiff.explain.case import Case, Side

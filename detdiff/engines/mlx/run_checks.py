@@ -18,8 +18,7 @@ from mlx.nn.layers.base import Module
 from mlx_lm.sample_utils import greedy_sampler
 from numpy.typing import NDArray
 
-from detdiff.engines.mlx.taps.arrays import handle, memory
-from detdiff.engines.mlx.taps.forward import Forward
+from detdiff.engines.mlx.taps.forward import Forward, handle, memory
 from detdiff.engines.mlx.taps.kernel_plan import StagedWeights, Taken
 from detdiff.engines.mlx.taps.session import Session
 from detdiff.engines.mlx.taps.sites import Arrays, SiteMap

@@ -11,10 +11,9 @@ from numpy.typing import NDArray
 
 from detdiff.trace import Rows, Value
 
-from .arrays import Memory, memory
 from .digests import digest_jobs, layout_job
 from .entries import Column, Kept, Ledgers, Selection, Source
-from .forward import ForwardRecord, RowTable
+from .forward import ForwardRecord, Memory, RowTable, memory
 from .sites import SiteMap
 
 UInt64 = NDArray[np.uint64]

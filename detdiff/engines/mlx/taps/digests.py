@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from detdiff.trace.digest import coefficients, digest_bias
 
-from .arrays import DTYPE_NAMES, Memory
+from .forward import DTYPE_NAMES, Memory
 
 UInt64 = NDArray[np.uint64]
 Int64 = NDArray[np.int64]

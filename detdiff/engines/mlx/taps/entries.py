@@ -21,9 +21,8 @@ from detdiff.scenario import Capture
 from detdiff.trace import head_weight, position_weight
 from detdiff.trace.digest import STORAGE
 
-from .arrays import Memory, handle, memory
 from .digests import digest_entries, fold_entries
-from .forward import CacheCall, RowTable, Segment
+from .forward import CacheCall, Memory, RowTable, Segment, handle, memory
 from .sites import SiteMap
 
 UInt64 = NDArray[np.uint64]

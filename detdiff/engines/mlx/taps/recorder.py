@@ -15,11 +15,10 @@ from detdiff.engines.mlx.cache_events import describe, summarise, wraps
 from detdiff.scenario import Capture
 from detdiff.trace import Generated, Lens, Rows, TraceWriter, format_ranges
 
-from .arrays import as_float32, top
 from .digesting import Digester
 from .digests import device_entries, device_rows
 from .entries import Selection, cache_call
-from .forward import DRAFT, TARGET, Forward, ForwardRecord, RowTable
+from .forward import DRAFT, TARGET, Forward, ForwardRecord, RowTable, as_float32, top
 from .kernel_plan import NATIVE, Taken
 from .sites import Arrays, SiteMap
 

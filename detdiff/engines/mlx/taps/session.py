@@ -13,11 +13,10 @@ from mlx_lm.models.cache import ArraysCache
 from detdiff.errors import LayoutError
 from detdiff.scenario import KernelPlan
 
-from .arrays import handle
 from .entries import cache_kind, entry_parts
 from .experts import ExpertOrder
 from .faults import Plant, Planter
-from .forward import Attend, Forward, Packing, Recording, Sink, Steering
+from .forward import Attend, Forward, Packing, Recording, Sink, Steering, handle
 from .kernel_plan import Place, StagedWeights, Taken
 from .operations import Operations
 from .sites import Arrays, Discovery, SiteMap, discover, tapped, tapped_top, walk
