@@ -6,7 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models import llama4
+from mlx_lm.models import deepseek_v32, llama4
 from mlx_lm.models.cache import KVCache
 from runs import loaded
 from tiny import VOCAB
@@ -42,6 +42,17 @@ def chunked() -> LoadedModel:
     mx.random.seed(0)
     config = {"model_type": "llama4", "text_config": _LLAMA4}
     return loaded(llama4.Model(llama4.ModelArgs.from_dict(config)), "llama4", config)
+
+
+def indexed() -> LoadedModel:
+    """A tiny deepseek_v32, which keeps keys of an indexer beside its latents and overwrites their values."""
+    mx.random.seed(0)
+    sizes = {
+        "hidden_size": 64, "index_head_dim": 32, "index_n_heads": 2, "index_topk": 4, "intermediate_size": 64,
+        "num_hidden_layers": 2, "num_attention_heads": 2, "kv_lora_rank": 32, "q_lora_rank": 32, "qk_rope_head_dim": 16,
+        "v_head_dim": 32, "qk_nope_head_dim": 32, "first_k_dense_replace": 2, "vocab_size": VOCAB,
+    }  # fmt: skip
+    return loaded(deepseek_v32.Model(deepseek_v32.ModelArgs(**sizes)), "deepseek_v32", sizes)
 
 
 class SinkCache(KVCache):  # type: ignore[misc]
@@ -143,4 +154,4 @@ def odd(kind: type = LatentAttention, cache: type = LatentCache) -> LoadedModel:
     return loaded(Model(kind, cache), f"odd-{cache.__name__}")
 
 
-__all__ = ["LatentAttention", "LatentCache", "SinkCache", "chunked", "odd"]
+__all__ = ["LatentAttention", "LatentCache", "SinkCache", "chunked", "indexed", "odd"]

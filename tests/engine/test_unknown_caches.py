@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import ChunkedKVCache
-from odd_caches import LatentCache, SinkCache, chunked, odd
+from odd_caches import LatentCache, SinkCache, chunked, indexed, odd
 from runs import Runs, scenario
 from toy_models import Attention
 
@@ -57,6 +57,21 @@ def test_an_entry_that_changes_in_a_chunked_cache_is_found(
     assert request.origin is not None
     assert (request.origin.site, request.origin.how) == ("layers.0.self_attn.cache.read", "changed")
     assert (request.origin.position, request.origin.changes[0].position) == (6, 5)
+
+
+def test_values_that_a_model_throws_away_itself_are_no_changed_entries(runs: Runs) -> None:
+    loaded = indexed()
+    a, b = (run(runs, loaded, max_tokens=6, **keys) for keys in ({}, {"prefill_chunk": 4}))
+    ports = {site.name: site.outputs for site in a.sites if site.kind == "cache_write" and site.layer == 0}
+    assert ports["layers.0.self_attn.indexer.cache.write"] == ("K.0",)
+    assert ports["layers.0.self_attn.cache.write"] == ("K.0", "V.0")
+    found = compare(a, b)
+    assert found.identical and not found.bookkeeping
+    wrong = compare(a, run(runs, loaded, Plant("layers.1.self_attn.indexer.wk", 0, 3), max_tokens=6))
+    entry = wrong.requests[0].cache_entry
+    assert wrong.requests[0].origin is not None and entry is not None
+    assert wrong.requests[0].origin.site == "layers.1.self_attn.indexer.wk"
+    assert (entry.layer, entry.kind, entry.position) == (1, "K", 3)
 
 
 def test_a_cache_without_a_write_to_see_is_named(runs: Runs) -> None:

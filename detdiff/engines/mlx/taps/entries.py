@@ -367,17 +367,19 @@ def cache_call(
     cache: Any,
     columns: int,
     lanes: tuple[tuple[int, ...], tuple[int, ...], bool],
+    unkept: str = "",
 ) -> CacheCall | None:
     """Describe one ``update_and_fetch`` right after it happened; None where the entries cannot be addressed, as in a
     cache whose class is not known.
 
-    ``lanes`` are (segments, slots, own) as in CacheCall.
+    ``lanes`` are (segments, slots, own) as in CacheCall; ``unkept`` is a side that is left out.
     """
     kind = cache_kind(cache)
     parts = None if kind is None else entry_parts(result)
     if parts is None:
         return None
     own = _parts(getattr(cache, "keys", None), getattr(cache, "values", None)) or []
+    parts, own = ([part for part in side if part[0] != unkept] for side in (parts, own))
     fits = [kind for kind, _ in own] == [kind for kind, _ in parts] and all(
         a.shape[:2] == b.shape[:2] and a.shape[2] >= b.shape[2]
         for (_, a), (_, b) in zip(own, parts, strict=True)

@@ -233,7 +233,8 @@ class Recorder:
             lanes = (lane,) if packed else tuple(range(len(segments)))
             slots = (0,) if packed else tuple(s.slot for s in segments)
             columns = segments[lane].count if packed else keys.shape[2]
-            found = cache_call(key, layer, result, cache, columns, (lanes, slots, packed))
+            unkept = record.sites.unkept.get(write, "")
+            found = cache_call(key, layer, result, cache, columns, (lanes, slots, packed), unkept)
             if found is not None:
                 record.caches.append(found)
             elif record.forward.model == TARGET:

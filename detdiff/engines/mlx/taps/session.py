@@ -389,7 +389,7 @@ class Session:
         if not known or not isinstance(self._sink, Discovery):
             return
         for cache, _ in calls:
-            self._sink.recorded(cache)
+            self._sink.recorded(cache, f"{key}.write")
         given = [("k", keys), ("v", values)]
         self._sink.site(f"{key}.write", "cache_write", given, given, self._inside)
         self._sink.site(f"{key}.read", "cache_read", [], [], self._inside)

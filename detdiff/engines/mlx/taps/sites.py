@@ -101,7 +101,8 @@ class SiteMap:
     index to the row axis of its array; ``bytes_per_row`` is what one row of all ports takes; ``head`` is the key of
     the output projection, ``norm`` that of the norm before it, ``blocks`` those of the layers; ``cache_layers`` maps
     the key of a cache write to its layer; ``unrecorded`` has the class of the cache of each layer whose entries cannot
-    be recorded. ``first_site`` and ``first_port`` are their numbers in a trace of several
+    be recorded. ``unkept`` has the side, K or V, of a
+    cache write that the model itself replaces after it. ``first_site`` and ``first_port`` are their numbers in a trace of several
     models.
     """
 
@@ -115,6 +116,7 @@ class SiteMap:
     blocks: tuple[str, ...] = ()
     norm: str | None = None
     unrecorded: dict[int, str] = field(default_factory=dict)
+    unkept: dict[str, str] = field(default_factory=dict)
     first_site: int = 0
     first_port: int = 0
 
@@ -143,6 +145,7 @@ class Discovery:
         self._caches = [(n, part) for n, cache in enumerate(caches) for part in _parts_of(cache)]
         self._given: dict[int, str] = {}
         self._recorded: set[int] = set()
+        self._written: list[tuple[str, Any, Any, Any]] = []
 
     def given(self, key: str, arguments: Sequence[Any]) -> None:
         """The module ``key`` is done, which had these arguments: the innermost one is a cache's."""
@@ -151,9 +154,25 @@ class Discovery:
             if id(cache) in mine:
                 self._given.setdefault(id(cache), key)
 
-    def recorded(self, cache: Any) -> None:
-        """What this cache holds is recorded."""
+    def recorded(self, cache: Any, key: str = "") -> None:
+        """What this cache holds is recorded, here at the write ``key``."""
         self._recorded.add(id(cache))
+        if key:
+            self._written.append((key, cache, getattr(cache, "keys", None), getattr(cache, "values", None)))
+
+    def unkept(self) -> dict[str, str]:
+        """The side of each write that the model replaced by something else after it, as one has no use for its values."""
+        found = {}
+        for key, cache, keys, values in self._written:
+            for side, then, now in (
+                ("K", keys, getattr(cache, "keys", None)),
+                ("V", values, getattr(cache, "values", None)),
+            ):
+                if not (isinstance(then, mx.array) and isinstance(now, mx.array)) or now is then:
+                    continue
+                if not bool(mx.array_equal(now, then)):
+                    found[key] = side
+        return found
 
     def unrecorded(self) -> Iterator[tuple[int, str | None, str]]:
         """(layer, key of the module that was given the cache, class) of each cache in use that is not recorded."""
@@ -223,7 +242,12 @@ def discover(model: Module, install: Callable[[Any], Any]) -> SiteMap:
             f"{getattr(logits, 'shape', type(logits).__name__)} for {length} tokens; expected logits of shape "
             f"[1, {length}, vocabulary]. Only language models in mlx-lm's form can be traced."
         )
-    return _site_map(sink.calls, logits, length, tuple(sink.unrecorded()))
+    unkept = sink.unkept()
+    for call in sink.calls:
+        side = unkept.get(call.key, "").lower()
+        call.inputs = [(name, array) for name, array in call.inputs if name != side or not side]
+        call.outputs = [(name, array) for name, array in call.outputs if name != side or not side]
+    return replace(_site_map(sink.calls, logits, length, tuple(sink.unrecorded())), unkept=unkept)
 
 
 def _row_axis(array: mx.array, length: int) -> int | None:
