@@ -30,7 +30,7 @@ from verdict_facts import (
 )
 
 from detdiff.compare import Finding
-from detdiff.explain.facts import CONTRADICTIONS, Facts, Recorded
+from detdiff.explain.facts import CACHE_FINDINGS, CONTRADICTIONS, Facts, Recorded
 from detdiff.explain.rules import RULES, TABLE_END, TABLE_START, decide, deciding, table
 from detdiff.explain.verdict import KINDS
 
@@ -141,6 +141,29 @@ def test_a_change_after_the_quantisation_that_explains_others_is_a_bug() -> None
         decide(facts(found(parted(), replace(CHANGED, run="a")), Recorded(quantised_b=((3, 1),)))).kind
         == "bug"
     )
+
+
+ODD = Recorded(unknown={0: "EvictingCache", 1: "EvictingCache"})
+
+
+@pytest.mark.parametrize("what", CACHE_FINDINGS)
+def test_what_rests_on_how_an_unknown_cache_works_is_no_bug(what: str) -> None:
+    finding = Finding("b", what, "anchor", 2, "something of the cache is not as it should be")
+    assert decide(facts(found(parted(), finding))).rule == "bookkeeping"
+    verdict = decide(facts(found(parted(), finding), ODD, hold_path="remains"))
+    assert verdict.kind == "undetermined"
+    assert any("layers 0, 1 is not known: class EvictingCache" in each for each in verdict.missing)
+    # What is not of the cache is a contradiction all the same.
+    fed = Finding("b", "token_in", "anchor", 2, "a row was fed another token")
+    assert decide(facts(found(parted(), fed), ODD)).rule == "bookkeeping"
+
+
+def test_a_row_that_reads_other_entries_of_an_unknown_cache_is_no_bug() -> None:
+    assert decide(facts(read())).rule == "reading"
+    assert decide(facts(read(), Recorded(unknown={0: "EvictingCache"}))).rule == "reading"
+    verdict = decide(facts(read(), ODD, oracle=oracle("outside", changed=3), hold_path="remains"))
+    assert verdict.kind == "undetermined"
+    assert any(each.fact == "unknown_cache" for each in verdict.evidence)
 
 
 def test_other_cache_settings_are_a_policy_whatever_else_parts() -> None:

@@ -166,7 +166,7 @@ Answer = int | bytes
 """The token that is chosen, or a digest of the row where nothing flipped."""
 
 
-class Moment(Protocol):
+class DecidingForward(Protocol):
     """Reads and tries."""
 
     def entries(self) -> list[Held]:
@@ -178,8 +178,8 @@ class Moment(Protocol):
         ...
 
 
-def moment(runs: Reruns, side: Side, base: Baseline) -> Moment:
-    """The moment before the deciding forward of a side. In the padded layout that takes one more run to it."""
+def deciding_forward(runs: Reruns, side: Side, base: Baseline) -> DecidingForward:
+    """A side right before its deciding forward. In the padded layout that takes one more run to it."""
     where = place(runs, side)
     if runs.case.scenario(side).schedule.layout == "padded":
         return _Padded(runs, side, where)
@@ -297,10 +297,10 @@ class Patches:
 
     def __init__(self, runs: Reruns) -> None:
         base = baseline(runs)
-        self._moments = {side: moment(runs, side, base) for side in "ab"}
-        self._entries = {side: self._moments[side].entries() for side in "ab"}
+        self._forwards = {side: deciding_forward(runs, side, base) for side in "ab"}
+        self._entries = {side: self._forwards[side].entries() for side in "ab"}
         self.differing = differing(self._entries["a"], self._entries["b"])
-        self.own = {side: self._moments[side].answer({}) for side in "ab"} if self.differing else {}
+        self.own = {side: self._forwards[side].answer({}) for side in "ab"} if self.differing else {}
         self.ends = {side: max(layer.end for layer in self._entries[side]) for side in "ab"}
         self.positions = {side: place(runs, side).position for side in "ab"}
 
@@ -313,4 +313,4 @@ class Patches:
             layer: grafted(mine[layer], theirs[layer], [e for e in given if e.layer == layer])
             for layer in sorted({entry.layer for entry in given})
         }
-        return self._moments[side].answer(changed)
+        return self._forwards[side].answer(changed)
