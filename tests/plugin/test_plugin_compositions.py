@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from conftest import Run
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -97,3 +98,18 @@ def test_any_text_is_a_schedule_or_refused(text: str) -> None:
     except (CheckError, ScenarioError):
         return
     assert found.written == text.strip() and found.kind in text
+
+
+def test_schedules_by_default_fit_the_number_of_prompts_and_named_ones_are_refused(run: Run) -> None:
+    text = """
+import pytest
+
+def test_default(batch_invariance):
+    found = batch_invariance.check("builtin", prompts=[[1, 2, 3], [4, 5]], max_tokens=3)
+    assert found.compositions == ("static:2-padded", "static:2-packed", "continuous:2-padded", "continuous:2-packed")
+
+def test_named(batch_invariance):
+    with pytest.raises(BaseException, match="continuous:4-padded needs 4 requests and there are 2"):
+        batch_invariance.check("builtin", prompts=[[1, 2, 3], [4, 5]], schedules="continuous:4", layouts="padded")
+"""
+    run(text).assert_outcomes(passed=2)

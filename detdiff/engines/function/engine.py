@@ -386,7 +386,6 @@ class _Writing:
                 "path": "native",
                 "rule": "",
                 "rows": m,
-                "second_last": m,
                 "sites": format_ranges(sites),
                 "at": at,
             }

@@ -207,8 +207,10 @@ class AttentionCalls:
         given = {**dict(zip(_NAMES, args, strict=False)), **kw}
 
         def attend(asked: Given) -> mx.array:
-            # As the model called it, where that is what is asked for.
-            y: mx.array = native(*args, **kw) if asked is given else native(**asked)
+            # By place what came by place: who wraps attention may have other names for it.
+            places = _NAMES[: len(args)]
+            rest = {name: value for name, value in asked.items() if name not in places}
+            y: mx.array = native(*(asked[name] for name in places), **rest)
             return y
 
         call = attention_call(given)
