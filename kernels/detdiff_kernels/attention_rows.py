@@ -9,13 +9,12 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import numba
 import numpy as np
 from numba import types
 
 from . import attention_order, scalar_math
 from .attention_order import Operands, Shape
-from .compiled import Loop, compiled
+from .compiled import Loop, compiled, inner
 from .scalar_math import fma
 
 # Keys whose scores run side by side; a lane's partial sums for them stay in the nearest cache.
@@ -43,7 +42,7 @@ def row_loop(loop: Callable[..., None], order: type[tuple[Any, ...]], kinds: tup
     return compiled(loop, [signature], scalar_math, attention_order, sys.modules[__name__])
 
 
-@numba.njit
+@inner
 def place(shape: Any, row: Any) -> Any:
     """Batch, head, query row and key head (over the batch) of a flat row."""
     query = row % shape.rows
@@ -52,7 +51,7 @@ def place(shape: Any, row: Any) -> Any:
     return batch, head, query, batch * shape.kv_heads + head // (shape.heads // shape.kv_heads)
 
 
-@numba.njit
+@inner
 def attended(shape: Any, mask: Any, batch: Any, head: Any, query: Any, bias: Any) -> Any:
     """Fills ``bias`` with what is added to each key's score, -inf where masked; returns (end, any).
 
@@ -76,14 +75,14 @@ def attended(shape: Any, mask: Any, batch: Any, head: Any, query: Any, bias: Any
     return end, found
 
 
-@numba.njit
+@inner
 def add_scaled(weight: Any, values: Any, total: Any) -> Any:
     """total = fma(weight, values, total), item by item."""
     for i in range(total.size):
         total[i] = fma(weight, values[i], total[i])
 
 
-@numba.njit
+@inner
 def add_values(weights: Any, values: Any, total: Any) -> Any:
     """The chain ``total`` goes on over the keys in ascending order: fma(weights[key], values[key], total)."""
     whole = weights.size - weights.size % 4
@@ -96,7 +95,7 @@ def add_values(weights: Any, values: Any, total: Any) -> Any:
         add_scaled(weights[key], values[key], total)
 
 
-@numba.njit
+@inner
 def chain_scores(q: Any, keys: Any, end: Any, out: Any) -> Any:
     """out[key] = one chain over q in ascending order, from +0.0."""
     out[:end] = _ZERO
@@ -110,7 +109,7 @@ def chain_scores(q: Any, keys: Any, end: Any, out: Any) -> Any:
         add_scaled(q[d], keys[d], out[:end])
 
 
-@numba.njit
+@inner
 def lane_scores(q: Any, keys: Any, end: Any, out: Any, each: Any, dots: Any, part: Any) -> Any:
     """out[key] = a sum over lanes that halve; a lane takes ``each`` consecutive items of every lanes * each.
 
@@ -138,10 +137,11 @@ def lane_scores(q: Any, keys: Any, end: Any, out: Any, each: Any, dots: Any, par
                 for i in range(count):
                     total[i] = total[i] + dot[i]
         halve(part, lanes, count)
-        out[first : first + count] = part[0][:count]
+        for i in range(count):
+            out[first + i] = part[0][i]
 
 
-@numba.njit
+@inner
 def halve(part: Any, lanes: Any, count: Any) -> Any:
     """part[0] = the rows 0 to lanes - 1 added lane by lane: half of them apart, then a quarter, down to 1."""
     apart = lanes // 2
@@ -153,7 +153,7 @@ def halve(part: Any, lanes: Any, count: Any) -> Any:
         apart //= 2
 
 
-@numba.njit
+@inner
 def halved(numbers: Any, lanes: Any) -> Any:
     """The first ``lanes`` numbers added as lanes that halve; they are overwritten."""
     apart = lanes // 2

@@ -55,7 +55,7 @@ def attend(order: Streams, shape: Shape, operands: Operands, blocks: int) -> Non
 @cache
 def _loop() -> Loop:
     def stream_loop(shape: Any, operands: Any, order: Any, first: int, last: int) -> None:
-        lanes = 32
+        lanes = np.int64(32)
         streams = order.blocks * order.in_block
         width = shape.value_width
         floor = np.float32(order.floor)
@@ -122,7 +122,8 @@ def _loop() -> Loop:
                         for d in range(width):
                             product = sum_of[d] * factor
                             joined[d] = product if i == 0 else joined[d] + product
-                    output[block] = joined
+                    for d in range(width):
+                        output[block][d] = joined[d]
             largest = most[0]
             for block in range(1, order.blocks):
                 largest = maximum(largest, most[block])

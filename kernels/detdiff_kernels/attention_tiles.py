@@ -5,13 +5,12 @@ from __future__ import annotations
 from functools import cache
 from typing import Any, NamedTuple
 
-import numba
 import numpy as np
 from numba import types
 
 from .attention_order import Operands, Shape, Tiles
 from .attention_rows import add_values, attended, chain_scores, halved, place, row_loop
-from .compiled import Loop
+from .compiled import Loop, inner
 from .rounding import DTYPES
 from .scalar_math import LOG2E, divide, exp, exp2, exp_fast, fma, log, maximum, rounded
 from .threads import share
@@ -86,7 +85,7 @@ def _lanes(width: int, splits: int) -> int:
     return min(_THREADS // rows, most)
 
 
-@numba.njit
+@inner
 def _score(order: Any, score: Any, added: Any) -> Any:
     """A score with its scale and its mask; ``added`` is +0.0 where there is no float mask."""
     factor = np.float32(order.factor)
@@ -101,7 +100,7 @@ def _score(order: Any, score: Any, added: Any) -> Any:
     return fma(LOG2E, added, score)
 
 
-@numba.njit
+@inner
 def _weigh(order: Any, weights: Any, largest: Any) -> Any:
     """Turns the scores in ``weights`` into weights; the masked ones, -inf, into +0.0."""
     if order.scale == _EXPONENT:
@@ -117,7 +116,7 @@ def _weigh(order: Any, weights: Any, largest: Any) -> Any:
             weights[i] = _ZERO if weights[i] == _MASKED else exp_fast(weights[i] - largest)
 
 
-@numba.njit
+@inner
 def _rescale(order: Any, before: Any, largest: Any) -> Any:
     """What sums and outputs are multiplied by when the maximum grows."""
     if order.scale == _EXPONENT:
@@ -126,7 +125,7 @@ def _rescale(order: Any, before: Any, largest: Any) -> Any:
     return exp2(before - largest) if order.two else exp_fast(before - largest)
 
 
-@numba.njit
+@inner
 def _tile_sum(order: Any, weights: Any, numbers: Any) -> Any:
     if order.sums == _EIGHTS:
         total = _ZERO
@@ -140,7 +139,7 @@ def _tile_sum(order: Any, weights: Any, numbers: Any) -> Any:
     return halved(numbers, weights.size // 2)
 
 
-@numba.njit
+@inner
 def _join(order: Any, output: Any, lse: Any, numbers: Any, joined: Any) -> Any:
     """Splits become one row, by the exponentials of their log-sum-exp."""
     largest = lse[0]
@@ -258,7 +257,8 @@ def _loop() -> Loop:
             if order.splits > 1:
                 _join(order, output, lse, numbers, joined)
             else:
-                joined[:] = output[0]
+                for i in range(width):
+                    joined[i] = output[0][i]
             for i in range(width):
                 out[i] = rounded(joined[i], shape.dtype)
 

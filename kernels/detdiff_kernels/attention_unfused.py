@@ -5,13 +5,12 @@ from __future__ import annotations
 from functools import cache
 from typing import Any, NamedTuple
 
-import numba
 import numpy as np
 from numba import types
 
 from .attention_order import Operands, Shape, Unfused
 from .attention_rows import add_scaled, add_values, attended, chain_scores, halved, place, row_loop
-from .compiled import Loop
+from .compiled import Loop, inner
 from .scalar_math import LOWEST, divide, exp_fast, maximum, rounded
 from .threads import share
 
@@ -33,13 +32,13 @@ def attend(order: Unfused, shape: Shape, operands: Operands) -> None:
     share(lambda first, last: loop(shape, operands, numbers, first, last), operands.q.shape[0], operands.cost)
 
 
-@numba.njit
+@inner
 def _quad(i: Any, start: Any, sink: Any) -> Any:
     """Which four positions the i-th score is among: a sink is position 0, the others follow the offset."""
     return 0 if i < sink else (start + i) // _READS
 
 
-@numba.njit
+@inner
 def _one_round(scores: Any, start: Any, sink: Any, sums: Any, groups: Any) -> Any:
     """The softmax of at most one round: the maximum and one over the sum; masked scores are -inf."""
     largest = LOWEST
@@ -55,7 +54,7 @@ def _one_round(scores: Any, start: Any, sink: Any, sums: Any, groups: Any) -> An
     return largest, divide(_ONE, halved(groups, groups.size))
 
 
-@numba.njit
+@inner
 def _rounds(scores: Any, start: Any, sink: Any, sums: Any, groups: Any, most: Any) -> Any:
     """The softmax of several rounds: each thread has a maximum of its own until the end."""
     sums[:] = _ZERO

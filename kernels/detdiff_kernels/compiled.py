@@ -19,6 +19,10 @@ Loop = Callable[..., None]
 _SLOW_SECONDS = 0.5
 
 
+# For what only compiled loops call: without the ways into it from Python and C, which take a third of its compilation.
+inner: Any = numba.njit(no_cpython_wrapper=True, no_cfunc_wrapper=True)
+
+
 def compiled(loop: Loop, signatures: list[Any], *made_of: ModuleType) -> Loop:
     """``loop`` compiled for ``signatures``, without the GIL and without fastmath.
 
@@ -28,7 +32,7 @@ def compiled(loop: Loop, signatures: list[Any], *made_of: ModuleType) -> Loop:
     sources = b"".join(Path(str(module.__file__)).read_bytes() for module in made_of)
     loop.__qualname__ += f"_{sha256(sources).hexdigest()[:12]}"
     with _said(loop.__name__):
-        made: Loop = numba.njit(signatures, cache=True, nogil=True)(loop)
+        made: Loop = numba.njit(signatures, cache=True, nogil=True, no_cfunc_wrapper=True)(loop)
     return made
 
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 from math import factorial
 from typing import Any
 
-import numba
 import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
+
+from .compiled import inner
 
 LOG2E = np.float32(1.4426950408889634)
 LOWEST = np.float32(-3.4028234663852886e38)
@@ -82,7 +83,7 @@ _bits_of_double = _same_bits(types.float64, types.int64, ir.IntType(64))
 _double_of_bits = _same_bits(types.int64, types.float64, ir.DoubleType())
 
 
-@numba.njit
+@inner
 def _power(x: Any) -> Any:
     """2**x for a float64 x, as a float64."""
     inside = x if x > -200.0 else -200.0
@@ -108,25 +109,25 @@ def _power(x: Any) -> Any:
     return scaled if x == x else x
 
 
-@numba.njit
+@inner
 def exp2(x: Any) -> Any:
     """2**x of a float32, to nearest even; subnormals are kept."""
     return np.float32(_power(np.float64(x)))
 
 
-@numba.njit
+@inner
 def exp_fast(x: Any) -> Any:
     """e**x as GPUs compute it in haste: 2**x of x times log2 e, the product rounded to float32 first."""
     return np.float32(_power(np.float64(x * LOG2E)))
 
 
-@numba.njit
+@inner
 def exp(x: Any) -> Any:
     """e**x of a float32, to nearest even."""
     return np.float32(_power(np.float64(x) * _LOG2E_DOUBLE))
 
 
-@numba.njit
+@inner
 def log(x: Any) -> Any:
     """The natural logarithm of a float32, to nearest even; NaN below zero."""
     if not x > np.float32(0.0):
@@ -147,14 +148,14 @@ def log(x: Any) -> Any:
     return np.float32(fma(np.float64(power), _LN2, 2.0 * s * total))
 
 
-@numba.njit
+@inner
 def maximum(a: Any, b: Any) -> Any:
     """The larger of two float32 values; a NaN counts as missing."""
     larger = a if a > b else b
     return larger if b == b else a
 
 
-@numba.njit
+@inner
 def rounded(x: Any, dtype: Any) -> Any:
     """A float32 rounded to nearest even to the dtype of that number in ``rounding.DTYPES``, as a float32."""
     if dtype == 0:
