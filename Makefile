@@ -1,9 +1,10 @@
 # Everything is built on `venv`: a fresh clone needs python3 (3.11 or newer) and make, nothing else.
 #
 #   make demo    the built-in model, serial against continuous: where do they part?
-#   make test    all tests, real weights included (fetched once, kept in ~/.cache/detdiff); those of torch models are
-#                skipped, unless EXTRAS=dev,gguf,torch installs torch too (on Linux, several GB); CI=1 runs the slow
-#                ones too, that show more of the same, and DETDIFF_TEST_FULL=1 those of half an hour
+#   make test    the first tier of the tests, minutes on two cores: each capability with its injected fault. Tests of torch
+#                are skipped, unless EXTRAS=dev,gguf,torch installs it (on Linux, several GB). CI=1 runs all: more seeds,
+#                sizes, models and places of the same kind, and real weights (fetched once, kept in ~/.cache/detdiff);
+#                DETDIFF_TEST_FULL=1 also those of half an hour. docs/testing.md says more
 #   make check   lint, format, types, all tests
 #   make docs    writes the pages and golden reports that are made from the code (the tests check that they are up to date)
 #   make bench   the measurements of docs/performance.md
