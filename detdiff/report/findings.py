@@ -121,7 +121,7 @@ def _parted(divergence: Divergence) -> str:
         bits = "bits differ" if divergence.compared.differing or scores else "no compared bit differs"
         return f"{bits} and no token flips"
     first = flipped[0]
-    more = f", and {count(len(flipped) - 1, 'more request')} flip" if len(flipped) == 2 else ""
+    more = ", and 1 more request flips" if len(flipped) == 2 else ""
     if len(flipped) > 2:
         more = f", and {len(flipped) - 1} more requests flip"
     return f"{named(first.id)} {_flips(first)}{more}"
