@@ -148,7 +148,7 @@ def test_show_says_what_an_engine_could_not_show(folder: Path) -> None:
         "compare", "--engine", "answers:make", "--prompt", "go", *arguments, "--keep", folder / "kept"
     )
     assert result.exit_code == 1 and "generated token 2" in result.output, result.output
-    assert "engine answers:make, engine.text abcd" in result.output
+    assert "engine answers:make, engine.text abcd" in " ".join(result.output.split())
     text = run("show", folder / "kept" / "b").output
     assert "engine: answers:make, settings text abxd" in text
     assert "not recorded: sites (" in text and "not recorded: kernel paths (" in text
@@ -163,3 +163,14 @@ def test_show_says_nothing_of_lacking_where_nothing_lacks(folder: Path) -> None:
     assert run(*flags(PROMPTS[0]), "--a", "max_tokens=1", "--keep", folder / "kept").exit_code in (0, 1, 3)
     text = run("show", folder / "kept" / "a").output
     assert "not recorded" not in text and "engine:" not in text and "kernel path × sites" in text
+
+
+def test_explain_takes_an_engine_of_ones_own_and_repeats_as_often_as_asked(folder: Path) -> None:
+    arguments = ("--a", "engine.text=abcd", "--b", "engine.text=abxd", "--both", "max_tokens=4")
+    result = run(
+        "explain", "--engine", "answers:make", "--prompt", "go", *arguments, "--repeats", "3", "--json"
+    )
+    assert result.exit_code in (1, 3), result.output
+    verdict = json.loads(result.stdout)
+    assert verdict["divergence"]["a"]["trace"] == "a (not kept)"
+    assert "detdiff-" not in result.stdout
