@@ -256,6 +256,16 @@ class Facts:
         )
 
     @property
+    def logits_equal(self) -> bool:
+        """Whether equal digests are those of logits too, by one engine with the same settings: an engine that shows answers
+        alone, or two engines, may have chosen from other logits."""
+        if self.divergence is None:
+            return False
+        a, b = self.divergence.a, self.divergence.b
+        shown = "logits" not in a.lacks and "logits" not in b.lacks
+        return shown and a.scenario.get("engine") == b.scenario.get("engine")
+
+    @property
     def path_change(self) -> bool:
         """Whether the first origin's operation took another path, by another rule or on another number of rows."""
         origin = self.origin

@@ -81,7 +81,7 @@ def _quantised_apart(facts: Facts) -> bool:
 
 
 def _sampling(facts: Facts) -> bool:
-    return bool(facts.chosen_otherwise)
+    return bool(facts.chosen_otherwise) and facts.logits_equal
 
 
 def _leak(facts: Facts) -> bool:

@@ -168,7 +168,8 @@ def run_line(run: Run) -> str:
     parts = [named(run.trace), *decisive(run.scenario)]
     if "name" in run.model:
         parts.append(f"model {named(str(run.model['name']))}")
-    if run.engine != "mlx":
+    if run.engine != "mlx" and "engine" not in run.scenario:
+        # An engine that was given as an object.
         parts.append(f"engine {named(run.engine)}")
     parts.append(count(run.forwards, "forward"))
     if not run.complete:
