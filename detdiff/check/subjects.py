@@ -17,7 +17,8 @@ from detdiff.errors import CheckSubjectInvalid
 from detdiff.scenario import Scenario
 from detdiff.trace import Trace
 
-_OPTIONS = RunOptions(observe=1)
+# Nobody needs these runs after a power cut, and what fails is copied.
+_OPTIONS = RunOptions(observe=1, durable=False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,7 +159,7 @@ def against_alone(scenario: Scenario, engine: Any = None) -> Divergence:
     For compositions that `detdiff.strategies` draws. ``engine`` is the scenario's engine where it is opened already, or a
     model of MLX that is loaded. Raises what recording raises.
     """
-    options = RunOptions(observe=0)
+    options = RunOptions(observe=0, durable=False)
     opened = open_engine(scenario) if engine is None else Subjects().of(engine).engine
     with tempfile.TemporaryDirectory(prefix="detdiff-alone-") as folder:
         alone = record(
