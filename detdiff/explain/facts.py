@@ -249,7 +249,10 @@ class Facts:
     @property
     def chosen_otherwise(self) -> tuple[RequestDivergence, ...]:
         """Requests whose every compared digest is equal up to a token that differs, where nothing else parts."""
-        if any(request.differing for request in self.parted):
+        if any(request.differing for request in self.parted) or self.divergence is None:
+            return ()
+        if any({"logits", "sites"} & run.lacks.keys() for run in (self.divergence.a, self.divergence.b)):
+            # Nothing that led to the token was compared, so that its choice is not what is left.
             return ()
         return tuple(
             request for request in self.parted if request.rung == "tokens" or request.flip is not None

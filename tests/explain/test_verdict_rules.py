@@ -176,6 +176,13 @@ def test_an_origin_before_the_quantisation_is_not_explained_by_it() -> None:
     assert decide(facts(found(parted(), QUANTISE), late, policy="removed")).rule != "quantised"
 
 
+@pytest.mark.parametrize("lacking", ["logits", "sites"])
+def test_a_token_that_differs_without_logits_or_sites_is_no_bug_of_the_sampling(lacking: str) -> None:
+    whole = chosen()
+    bare = replace(whole, b=replace(whole.b, lacks={lacking: "an engine of tokens alone"}))
+    assert decide(facts(bare)).kind != "bug"
+
+
 def test_sampling_differs_with_equal_settings_says_so() -> None:
     verdict = decide(facts(chosen()))
     assert verdict.kind == "bug" and verdict.said.startswith("The sampling, not the model")
