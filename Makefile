@@ -36,7 +36,7 @@ demo: venv
 	@$(BIN)/detdiff demo
 
 test: venv
-	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadscope $(ARGS)
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal $(ARGS)
 
 lint: venv
 	$(BIN)/ruff check

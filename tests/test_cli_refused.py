@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from command_line import PROMPTS, SCENARIO, flags, heard_again, paragraph, run
 from plugins.small_models import small_config, write_directory
+from tiers import some_now
 
 from detdiff.trace import Trace
 
@@ -329,7 +330,7 @@ def test_a_full_disk_keeps_the_finished_shards(tmp_path: Path) -> None:
     assert "INCOMPLETE" in run("show", tmp_path / "t").output
 
 
-@pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("by", some_now([signal.SIGINT, signal.SIGTERM], 0))
 def test_an_interrupt_keeps_what_was_recorded(tmp_path: Path, by: signal.Signals) -> None:
     process = begin("record", long_run(tmp_path), "-o", tmp_path / "t")
     interrupt_when(process, (tmp_path / "t" / "shard-00002.safetensors").exists, by)
@@ -342,7 +343,7 @@ def test_an_interrupt_keeps_what_was_recorded(tmp_path: Path, by: signal.Signals
     assert "Interrupted" not in shown.output and "request r0:" in shown.output
 
 
-@pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("by", some_now([signal.SIGINT, signal.SIGTERM], 0))
 def test_an_interrupted_comparison_leaves_nothing_unless_it_is_kept(
     tmp_path: Path, by: signal.Signals
 ) -> None:

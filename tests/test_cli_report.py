@@ -49,6 +49,7 @@ def test_every_format_is_written_and_named(traces: Path, tmp_path: Path) -> None
     assert any(request.layers.ulp is not None for request in saved.series.requests)
 
 
+@pytest.mark.thorough
 def test_a_verdict_leads_the_report(traces: Path, tmp_path: Path) -> None:
     result = run(
         "report", traces / "a", traces / "b", "--explain", "--budget", "14", "--json", "-", "--keep", tmp_path / "k"

@@ -35,6 +35,7 @@ def test_two_at_a_time_make_one_whole_directory(smollm2_packed_bf16: Path, tmp_p
     assert identity(tmp_path / "m")["weights_sha256"] == identity(smollm2_packed_bf16)["weights_sha256"]
 
 
+@pytest.mark.thorough
 def test_directory_of_other_options_is_not_touched(smollm2_packed_bf16: Path) -> None:
     before = identity(smollm2_packed_bf16)
     run = start(smollm2_packed_bf16, "--packed", "--dtype", "f32")

@@ -23,6 +23,7 @@ PROMPTS = (
 )
 
 
+@pytest.mark.thorough
 @pytest.mark.real_model
 def test_smollm2_alone_against_a_padded_batch_of_eight(smollm2_bf16: Path, tmp_path: Path) -> None:
     need_torch()

@@ -40,6 +40,7 @@ def test_a_kernel_switch_parts_where_the_kernels_do(switched: list[Divergence]) 
             assert f"m < chain_from ({expected.rows[0]})" in str(origin.rule_a)
 
 
+@pytest.mark.thorough
 def test_its_flips_have_margins_and_carriers(switched: list[Divergence]) -> None:
     flipped = [request for divergence in switched for request in divergence.requests if request.flip]
     assert len(flipped) >= 2

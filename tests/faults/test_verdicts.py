@@ -10,6 +10,7 @@ from functools import cache
 import pytest
 from cases import CASES
 from fault_case import Trial
+from tiers import some_now
 from value_cases import VALUES
 
 from detdiff.explain import DECIDING, Verdict, explain
@@ -165,7 +166,9 @@ CHECKS: dict[int, Callable[[Trial, Verdict], None]] = {
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("number", CHECKS)
+@pytest.mark.parametrize(
+    "number", some_now(CHECKS, *(n for n, number in enumerate(CHECKS) if number not in (1, 3, 8)))
+)
 def test_verdict(number: int, seed: int) -> None:
     trial, verdict = explained(number, seed)
     assert verdict.kind == CASES[number].verdict, verdict.said

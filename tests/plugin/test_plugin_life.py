@@ -88,6 +88,7 @@ def test_what_is_kept_says_what_the_failure_said(pytester: pytest.Pytester, run:
     assert (pytester.path / ".detdiff" / ".gitignore").read_text() == "*\n"
 
 
+@pytest.mark.thorough
 def test_what_is_kept_of_a_named_model_runs_again(pytester: pytest.Pytester, run: Run) -> None:
     result = run(
         "def test_it(batch_invariance):\n"

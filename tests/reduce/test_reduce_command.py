@@ -141,6 +141,7 @@ def test_three_files_and_no_folder_are_errors(scenario: Path, tmp_path: Path) ->
     assert run("reduce", scenario, scenario).exit_code == 2
 
 
+@pytest.mark.thorough
 def test_a_reduction_that_was_interrupted_says_how_to_go_on(
     scenario: Path, text: tuple[str, Path], tmp_path: Path
 ) -> None:

@@ -239,6 +239,7 @@ def test_a_draft_has_a_twin_beside_that_of_its_target(tmp_path: Path) -> None:
     assert again.kind == "numerics"
 
 
+@pytest.mark.thorough
 def test_a_twin_is_left_out_where_it_is_not_wanted(tmp_path: Path) -> None:
     model = write_directory(tmp_path / "model")
     found = reduce(*pair(model), folder=tmp_path / "own", options=ReduceOptions(twin=False))

@@ -193,6 +193,7 @@ def test_a_budget_is_of_the_controls(kept: Path) -> None:
     assert "only --explain runs any" in paragraph(run("report", kept / "pair", "--budget", "3"))
 
 
+@pytest.mark.thorough
 def test_explain_and_replay_together_do_both(kept: Path, tmp_path: Path) -> None:
     words = ("--explain", "--budget", "1", "--both", "capture=digest", "--json", tmp_path / "r.json")
     sides = ("--a", "schedule=serial", "--b", "schedule=continuous")
