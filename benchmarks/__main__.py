@@ -37,7 +37,7 @@ class Benchmark:
     shown: Callable[[list[Row]], list[Row]] = list
 
 
-def _plants(rows: list[Row]) -> list[Row]:
+def _injected_faults(rows: list[Row]) -> list[Row]:
     total = Counter((row["architecture"], row["layout"]) for row in rows)
     found = Counter((row["architecture"], row["layout"]) for row in rows if row["found"])
     return [
@@ -69,14 +69,14 @@ BENCHMARKS = (
     ),
     Benchmark("trace_size", "digest trace at most 1% of the full trace", lambda row: row["share %"] <= 1),
     Benchmark(
-        "plants",
-        "every planted fault found as exactly that origin",
+        "injected_faults",
+        "every injected fault found as exactly that origin",
         lambda row: row["found"] == row["trials"],
-        _plants,
+        _injected_faults,
     ),
     Benchmark(
-        "relax",
-        "every plant named exactly, re-runs at most 10% of starting each from the prompt",
+        "minimal_change",
+        "every injected fault named exactly, re-runs at most 10% of starting each from the prompt",
         lambda row: row["named exactly"] == row["trials"] and row["share %"] <= 10,
     ),
     Benchmark(

@@ -28,7 +28,7 @@ from detdiff.trace import Generated, Rows, Site, Trace, TraceWriter, ports_of
 
 PAIRS = 5
 LAYERS, REQUESTS, PROMPT, TOKENS, CHUNK = 22, 8, 2500, 10_001, 500
-CASES = ("identical", "sparse", "other order", "other order first", "dense", "birth")
+CASES = ("identical", "sparse", "other order", "other order first", "dense", "origin")
 BORN = 4  # the column of the first q projection's output
 # What shares an array in a recorded llama, so that the tables have as many columns as a real one's.
 SAME = {
@@ -106,7 +106,7 @@ def _spans(serial: bool) -> Iterator[list[tuple[int, int, int]]]:
 def write(path: Path, case: str) -> None:
     """Write one trace; ``case`` says how it differs from the one of the case ``identical``.
 
-    In ``dense`` and ``birth`` nearly everything differs: of a row's digests all, or all from its first projection on.
+    In ``dense`` and ``origin`` nearly everything differs: of a row's digests all, or all from its first projection on.
     """
     sites = _sites()
     table = _table(sites)
@@ -162,7 +162,7 @@ def _write_rows(
         digests[some, position[some] % columns] += np.uint64(1)
     if case == "dense":
         digests[position > PROMPT // 2] += np.uint64(1)
-    if case == "birth":
+    if case == "origin":
         digests[position > PROMPT // 2, BORN:] += np.uint64(1)
     request, position, forward = (array.astype(np.int32) for array in (request, position, forward))
     zero = np.zeros(len(request), np.int32)

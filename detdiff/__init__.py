@@ -1,4 +1,4 @@
-"""detdiff: record two runs of a language model and find where, and why, they part.
+"""detdiff: record two runs of a language model and find where, and why, they diverge.
 
 The public names below load on first use, so that ``import detdiff`` imports neither mlx nor numba and two
 traces can be compared on a machine that has no mlx.

@@ -214,7 +214,7 @@ def _progress(label: str) -> Iterator[OnToken | None]:
     "--debug", is_flag=True, expose_value=False, callback=_noted(_DEBUG), help="Show tracebacks of errors."
 )
 def main() -> None:
-    """Record two runs of a language model and find where, and why, they part."""
+    """Record two runs of a language model and find where, and why, they diverge."""
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
     for name in ("transformers", "huggingface_hub"):
@@ -284,7 +284,7 @@ def record(
 @click.option("--partial", is_flag=True, help="Read what is left of damaged traces.")
 @json_option
 def compare(files: tuple[Path, ...], **options: Any) -> None:
-    """Find where run B parts from run A.
+    """Find where run B diverges from run A.
 
     A and B are traces, or scenario files, which are recorded first. One scenario file serves both sides, with --a
     and --b saying what differs. Without files, --model and --prompt say what to run.
@@ -335,7 +335,7 @@ def explain(
     repeats: int | None,
     **options: Any,
 ) -> None:
-    """Find why run B parts from run A: rounding, a bug, a policy, or a run that does not repeat.
+    """Find why run B diverges from run A: rounding, a bug, a difference of configuration, or a run that does not repeat.
 
     A and B are what compare takes. Controls run them again, each with one thing changed; docs/explain.md has them all.
     Exit code 0: identical; 1: different, whatever the verdict; 3: undetermined.
@@ -384,10 +384,10 @@ def reduce(
     budget: int | None,
     **options: Any,
 ) -> None:
-    """Find the smallest pair of scenarios that still parts as A and B do.
+    """Find the smallest pair of scenarios that still diverges as A and B do.
 
     Fewer requests, shorter prompts, fewer tokens, plainer settings, a model of random weights with fewer layers: as long as
-    verdict, site of birth and kernel paths stay the same. A and B are what compare takes; docs/reduce.md says more. After
+    verdict, origin site and kernel paths stay the same. A and B are what compare takes; docs/reduce.md says more. After
     Ctrl-C the same command goes on where it was.
 
     Example: detdiff reduce traces/reference-case/serial.toml traces/reference-case/continuous.toml -o smaller

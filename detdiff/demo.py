@@ -20,7 +20,7 @@ from detdiff.report.words import shown
 from detdiff.scenario import Scenario
 from detdiff.trace import Trace
 
-SCHEMA = "detdiff.demo/1"
+SCHEMA = "detdiff.demo/2"
 BASE = "layout=packed kernels=candle-metal prefill_chunk=4 split_rows=4"
 SERIAL, CONTINUOUS = "schedule=serial", "schedule=continuous arrivals=0,4"
 FOLLOWER = (
@@ -67,7 +67,7 @@ class Case:
 
 
 def run_demo(progress: Progress) -> Iterator[Case]:
-    """Runs and yields the cases one by one: a flip (or every try at one), the path held, a parting without a flip.
+    """Runs and yields the cases one by one: a flip (or every try at one), the kernels pinned, a divergence without a flip.
 
     Raises the DetdiffError of a run that fails.
     """
@@ -82,7 +82,7 @@ def run_demo(progress: Progress) -> Iterator[Case]:
     assert case is not None
     flags = f"{BASE.replace('split_rows=4', f'split_rows={HELD}')} max_tokens={tokens}"
     yield _case(
-        f"the same with the path held, split_rows={HELD}", (anchor, FOLLOWER), flags, progress, engines
+        f"the same with the kernels pinned, split_rows={HELD}", (anchor, FOLLOWER), flags, progress, engines
     )
     anchor, tokens = QUIET
     yield _case("other prompts", (anchor, QUIET_FOLLOWER), f"{BASE} max_tokens={tokens}", progress, engines)

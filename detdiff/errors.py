@@ -419,7 +419,7 @@ class ReductionError(DetdiffError):
 
 
 class NothingToReduce(ReductionError):
-    """Two runs that do not part, or that have nothing in common."""
+    """Two runs that do not diverge, or that have nothing in common."""
 
 
 class ReductionOfAnotherCase(ReductionError):

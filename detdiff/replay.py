@@ -97,13 +97,13 @@ def _run(scenario: Scenario, engine: Engine, trace: Trace, path: Path, options: 
     again = record(scenario, path, engine=engine, options=options)
     check = compare(trace, again)
     if not check.identical:
-        parted = next((r for r in check.requests if not r.identical), None)
+        diverged = next((r for r in check.requests if not r.identical), None)
         where = "not everything could be compared"
-        if parted is not None and parted.origin is not None:
-            origin = parted.origin
-            where = f"the first difference is at {origin.site}, position {origin.position} of {parted.id}"
-        elif parted is not None:
-            where = f"request {parted.id} parts on the rung {parted.rung}"
+        if diverged is not None and diverged.origin is not None:
+            origin = diverged.origin
+            where = f"the first difference is at {origin.site}, position {origin.position} of {diverged.id}"
+        elif diverged is not None:
+            where = f"request {diverged.id} diverges on the stage {diverged.stage}"
         raise ReplayError(
             f"A re-run of {trace.path} does not give the digests that it stored ({where}). Expected the same bits from "
             "the same scenario: either the machine or a version is another one (see the environment in `detdiff show`), "

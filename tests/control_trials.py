@@ -1,4 +1,4 @@
-"""Trials of the controls: one path change or one unit in the last place, planted at random, must be named exactly."""
+"""Trials of the controls: one path change or one unit in the last place, injected at random, must be named exactly."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from runs import model
 
 from detdiff.compare import compare
 from detdiff.engines.mlx.record import RecordOptions, record
-from detdiff.engines.mlx.taps.faults import Plant
+from detdiff.engines.mlx.taps.faults import InjectedFault
 from detdiff.explain.case import Case
 from detdiff.explain.control import Control
 from detdiff.explain.investigate import run_control
@@ -27,9 +27,9 @@ DECOY = PathRule("*", path="pad:48")
 
 @dataclass(frozen=True)
 class Tried:
-    """What was planted, what the controls gave, and the forwards of a run from the prompt."""
+    """What was injected, what the controls gave, and the forwards of a run from the prompt."""
 
-    planted: Any
+    injected: Any
     named: Any
     controls: dict[str, Control]
     length: int
@@ -37,24 +37,24 @@ class Tried:
 
     @property
     def right(self) -> bool:
-        return bool(self.named == self.planted)
+        return bool(self.named == self.injected)
 
     @property
     def forwards(self) -> int:
         """Forwards of all trials, the two known runs before them not counted."""
-        relaxed = self.controls["relax"].detail
-        grafts = sum(c.forwards for name, c in self.controls.items() if name.startswith("graft"))
-        spent = relaxed.get("held_forwards", 0) + relaxed.get("trial_forwards", 0) + grafts
+        allowed = self.controls["minimal_change"].detail
+        patches = sum(c.forwards for name, c in self.controls.items() if name.startswith("patch"))
+        spent = allowed.get("held_forwards", 0) + allowed.get("trial_forwards", 0) + patches
         return int(spent)
 
     @property
     def reruns(self) -> int:
         """Re-runs that were asked for: the held run, trials of path changes, trials of entries."""
-        relaxed = self.controls["relax"].detail
-        grafts = [
-            c.detail.get("trials", 1) + 1 for name, c in self.controls.items() if name.startswith("graft")
+        allowed = self.controls["minimal_change"].detail
+        patches = [
+            c.detail.get("trials", 1) + 1 for name, c in self.controls.items() if name.startswith("patch")
         ]
-        return int(bool(relaxed.get("held_forwards"))) + int(relaxed.get("trials", 0)) + sum(grafts)
+        return int(bool(allowed.get("held_forwards"))) + int(allowed.get("trials", 0)) + sum(patches)
 
 
 class Series:
@@ -82,11 +82,11 @@ class Series:
             if not divergence.identical:
                 break
         case = Case.of(a, b, divergence, loaded=loaded)
-        relaxed = run_control(case, "relax")
-        named = [(each["forward"], each["site"]) for each in relaxed.detail.get("smallest", ())]
-        controls = {"relax": relaxed}
+        allowed = run_control(case, "minimal_change")
+        named = [(each["forward"], each["site"]) for each in allowed.detail.get("smallest", ())]
+        controls = {"minimal_change": allowed}
         return Tried(
-            [(forward, site)], named, controls, len(a.forwards()), relaxed.detail.get("candidates", 0)
+            [(forward, site)], named, controls, len(a.forwards()), allowed.detail.get("candidates", 0)
         )
 
     def one_ulp(self, number: int) -> Tried:
@@ -107,21 +107,24 @@ class Series:
             head, element = draw.randrange(2), draw.randrange(width)
             before = {"K": 4 * width, "V": 6 * width}[kind] if arch == "phi3" else 0
             site = "qkv_proj" if arch == "phi3" else f"{kind.lower()}_proj"
-            plant = Plant(
+            injected_fault = InjectedFault(
                 f"layers.{layer}.self_attn.{site}", request, position, before + head * width + element
             )
-            plants: tuple[tuple[Plant, ...], tuple[Plant, ...]] = ((), (plant,))
-            b = self._record(loaded, asked, plants[1])
-            case = Case.of(a, b, loaded=loaded, plants=plants)
+            injected_faults: tuple[tuple[InjectedFault, ...], tuple[InjectedFault, ...]] = (
+                (),
+                (injected_fault,),
+            )
+            b = self._record(loaded, asked, injected_faults[1])
+            case = Case.of(a, b, loaded=loaded, injected_faults=injected_faults)
             if case.divergence.identical:
                 continue
-            controls = {name: run_control(case, name) for name in ("relax", "graft_in", "graft_out")}
+            controls = {name: run_control(case, name) for name in ("minimal_change", "patch_in", "patch_out")}
             # A unit in the last place may be rounded away before it is stored, or by all that read it.
-            if controls["graft_in"].result not in ("no_effect", "no_carriers", "not_run"):
+            if controls["patch_in"].result not in ("no_effect", "no_differing_entries", "not_run"):
                 break
         named = [
-            controls["relax"].result,
-            *(list(map(tuple, controls[name].detail["smallest"])) for name in ("graft_in", "graft_out")),
+            controls["minimal_change"].result,
+            *(list(map(tuple, controls[name].detail["smallest"])) for name in ("patch_in", "patch_out")),
         ]
         entry = [(layer, kind, head, position)]
         return Tried(["none", entry, entry], named, controls, len(a.forwards()))
@@ -146,9 +149,9 @@ class Series:
             }
         )
 
-    def _record(self, loaded: Any, asked: Scenario, plants: tuple[Plant, ...] = ()) -> Trace:
+    def _record(self, loaded: Any, asked: Scenario, injected_faults: tuple[InjectedFault, ...] = ()) -> Trace:
         self._count += 1
-        options = RecordOptions(observe=0, faults=plants)
+        options = RecordOptions(observe=0, faults=injected_faults)
         return record(asked, self._directory / str(self._count), loaded=loaded, options=options)
 
     def _call(self, draw: random.Random, trace: Trace) -> tuple[str, int, int] | None:

@@ -57,14 +57,14 @@ def test_two_schedules_are_different_and_the_answer_is_the_same_from_traces_file
         result = run(*arguments, "--json")
         assert result.exit_code == 1, result.output
         answer = json.loads(result.stdout)
-        assert answer["schema"] == "detdiff.divergence/1" and not from_json(answer).identical
+        assert answer["schema"] == "detdiff.divergence/2" and not from_json(answer).identical
         for request in answer["requests"]:
             del request["id"]
             for place in (request["origin"], request["cache_entry"]):
                 for side in ("composition_a", "composition_b") if place else ():
                     for member in place[side]["members"]:
                         del member["request"]
-        answers.append([answer["rung"], answer["compared"], answer["requests"]])
+        answers.append([answer["stage"], answer["compared"], answer["requests"]])
     assert answers[0][2][0]["origin"]["path_a"] != answers[0][2][0]["origin"]["path_b"]
     assert answers == answers[:1] * 4
 
@@ -312,13 +312,13 @@ def test_a_fault_of_our_own_asks_for_a_report_and_debug_shows_it(
     monkeypatch: pytest.MonkeyPatch, traces: Path
 ) -> None:
     def broken(*_: object, **__: object) -> None:
-        raise ZeroDivisionError("planted")
+        raise ZeroDivisionError("injected")
 
     monkeypatch.setattr("detdiff.commands.show.summary", broken)
     text = paragraph(run("show", traces / "a"))
-    assert "ZeroDivisionError, planted" in text and "detdiff --debug" in text and "report" in text
+    assert "ZeroDivisionError, injected" in text and "detdiff --debug" in text and "report" in text
     result = run("--debug", "show", traces / "a")
-    assert result.exit_code == 2 and "Traceback" in result.stderr and "planted" in result.stderr
+    assert result.exit_code == 2 and "Traceback" in result.stderr and "injected" in result.stderr
 
 
 @pytest.mark.parametrize(

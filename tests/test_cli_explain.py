@@ -38,7 +38,7 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def answer(traces: Path) -> dict[str, Any]:
     """What explain says of the two traces, with the controls that its verdict rests on."""
-    names = ("repeat", "oracle", "hold_path")
+    names = ("repeat", "oracle", "pin_kernels")
     result = explain(traces / "a", traces / "b", "--json", *(w for n in names for w in ("--control", n)))
     assert result.exit_code == 1, result.output
     found: dict[str, Any] = json.loads(result.stdout)
@@ -46,8 +46,8 @@ def answer(traces: Path) -> dict[str, Any]:
 
 
 def test_a_path_change_is_numerics(answer: dict[str, Any]) -> None:
-    assert (answer["schema"], answer["verdict"], answer["rule"]) == ("detdiff.verdict/1", "numerics", "path")
-    assert [control["name"] for control in answer["controls"]] == ["repeat", "oracle", "hold_path"]
+    assert (answer["schema"], answer["verdict"], answer["rule"]) == ("detdiff.verdict/2", "numerics", "path")
+    assert [control["name"] for control in answer["controls"]] == ["repeat", "oracle", "pin_kernels"]
     results = [control["result"] for control in answer["controls"]]
     assert results == ["equal", "inside", "removed"]
     assert all(control["forwards"] > 0 and control["seconds"] > 0 for control in answer["controls"])
@@ -55,29 +55,29 @@ def test_a_path_change_is_numerics(answer: dict[str, Any]) -> None:
     assert oracle["outside_a"] == oracle["outside_b"] == 0 and oracle["inside_a"] == oracle["inside_b"] > 0
     assert not from_json(answer["divergence"]).identical
     assert {each["fact"] for each in answer["evidence"] if each["decided"]} == {
-        "birth",
+        "origin",
         "repeat",
         "oracle",
-        "hold_path",
+        "pin_kernels",
     }
 
 
 def test_the_text_has_seven_parts_and_the_verdict_at_both_ends(traces: Path) -> None:
-    result = explain(traces / "a", traces / "b", "--control", "hold_path")
+    result = explain(traces / "a", traces / "b", "--control", "pin_kernels")
     # One control is not enough for a verdict.
     assert result.exit_code == 3
-    assert result.output.startswith("Verdict: undetermined. The runs part")
+    assert result.output.startswith("Verdict: undetermined. The runs diverge")
     titles = re.findall(r"^(\d)\. (.*)$", result.output, re.MULTILINE)
     assert [number for number, _ in titles] == ["1", "3", "4", "5", "7"]
     assert "no flip within its 6 tokens" in result.output
     assert "missing: the control repeat (it was not asked for)" in result.output
-    assert "hold_path: removed. With " in result.output
+    assert "pin_kernels: removed. With " in result.output
 
 
 @pytest.mark.thorough
 def test_flags_and_files_give_the_same_verdict(traces: Path, answer: dict[str, Any]) -> None:
     file = traces / "scenario.toml"
-    names = [word for name in ("repeat", "oracle", "hold_path") for word in ("--control", name)]
+    names = [word for name in ("repeat", "oracle", "pin_kernels") for word in ("--control", name)]
     for arguments in (sides(*names), ["explain", file, "--b", "schedule=continuous", *names]):
         result = run(*arguments, "--json")
         found = json.loads(result.stdout)

@@ -24,7 +24,7 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_without_a_format_it_goes_to_the_terminal(traces: Path) -> None:
     result = run("report", traces / "a", traces / "b")
-    assert result.exit_code == 0 and result.stdout.startswith("The runs part: ")
+    assert result.exit_code == 0 and result.stdout.startswith("The runs diverge: ")
     assert "\x1b" not in result.stdout
     assert f"detdiff explain {traces}/a {traces}/b" in " ".join(result.stdout.split())
 
@@ -36,14 +36,14 @@ def test_every_format_is_written_and_named(traces: Path, tmp_path: Path) -> None
     result = run("report", traces / "a", traces / "b", *words, "--plots", tmp_path / "plots")
     assert result.exit_code == 0
     headline, *named = result.stdout.splitlines()
-    assert headline.startswith("The runs part: ")
+    assert headline.startswith("The runs diverge: ")
     plots = sorted((tmp_path / "plots").iterdir())
     assert sorted(line.strip() for line in named) == sorted(map(str, [*files, *plots]))
     assert {plot.name.partition("-")[0] for plot in plots} >= {"map", "margins", "timeline.svg"}
     for plot in plots:
         ElementTree.parse(plot)
     page, markdown = (file.read_text(encoding="utf-8") for file in files[:2])
-    assert page.lower().startswith("<!doctype html>") and "born at" in markdown
+    assert page.lower().startswith("<!doctype html>") and "origin at" in markdown
     saved = read_saved(files[2])
     assert saved.series is not None and saved.divergence is not None
     assert any(request.layers.ulp is not None for request in saved.series.requests)
@@ -58,7 +58,7 @@ def test_a_verdict_leads_the_report(traces: Path, tmp_path: Path) -> None:
     result = run("report", traces / "a", traces / "b", "--explain", "--budget", "14", "--json", "-")
     assert result.exit_code == 0
     answer = json.loads(result.stdout)
-    assert answer["schema"] == "detdiff.report/1" and answer["kind"] == "numerics"
+    assert answer["schema"] == "detdiff.report/2" and answer["kind"] == "numerics"
     assert answer["headline"].startswith("Rounding: ")
 
 
@@ -95,7 +95,7 @@ def test_traces_that_are_others_by_now_are_not_drawn(traces: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    "text", ["", "no json", "[]", '{"schema": "detdiff.trace-summary/1"}', '{"schema": "detdiff.report/1"}']
+    "text", ["", "no json", "[]", '{"schema": "detdiff.trace-summary/1"}', '{"schema": "detdiff.report/2"}']
 )
 def test_a_file_that_is_no_answer_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text(text)
@@ -155,9 +155,9 @@ def test_a_pack_holds_all_but_values_and_weights_and_runs_again(
         shlex.split(line) for line in re.findall(r"^ {4}detdiff (.*)$", Path("README.md").read_text(), re.M)
     ]
     assert commands == [["explain", "a.toml", "b.toml"], ["compare", "a", "b", "--replay"]]
-    again = run(*commands[0], "--control", "hold_path", "--json")
+    again = run(*commands[0], "--control", "pin_kernels", "--json")
     assert again.exit_code in (1, 3)
-    born = [r["origin"]["site"] for r in json.loads(again.stdout)["divergence"]["requests"] if r["origin"]]
+    arising = [r["origin"]["site"] for r in json.loads(again.stdout)["divergence"]["requests"] if r["origin"]]
     first = json.loads(run("compare", traces / "a", traces / "b", "--json").stdout)
-    assert born == [r["origin"]["site"] for r in first["requests"] if r["origin"]]
+    assert arising == [r["origin"]["site"] for r in first["requests"] if r["origin"]]
     assert run(*commands[1]).exit_code == 1

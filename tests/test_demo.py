@@ -24,16 +24,20 @@ def test_the_demo_shows_what_it_promises() -> None:
         assert request.origin is not None and request.origin.kind == "linear"
         assert request.origin.path_a != request.origin.path_b
         assert (request.origin.rows_a or 0) <= 4 < (request.origin.rows_b or 0)
-        assert request.cache_entry is not None and request.carriers is not None and request.carriers.count > 0
+        assert (
+            request.cache_entry is not None
+            and request.differing_entries is not None
+            and request.differing_entries.count > 0
+        )
         assert request.inherited
     assert held.divergence.identical
     assert not quiet.divergence.identical and not quiet.flips
     out = "".join(text(cases))
     for words in (
         "and flips",
-        "birth:",
+        "origin:",
         "first cache entry:",
-        "carriers:",
+        "differing cache entries:",
         "inherited",
         "no token flips",
         "are identical",
@@ -42,7 +46,7 @@ def test_the_demo_shows_what_it_promises() -> None:
     assert "No token flipped" not in out
     assert "\n    detdiff compare --model DIR" in out
     answer = json.loads(json.dumps(cases_json(cases), allow_nan=False))
-    assert answer["schema"] == "detdiff.demo/1"
+    assert answer["schema"] == "detdiff.demo/2"
     assert [from_json(case["divergence"]) for case in answer["cases"]] == [case.divergence for case in cases]
 
 

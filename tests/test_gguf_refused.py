@@ -64,11 +64,11 @@ def test_unsupported(case: str, tmp_path: Path) -> None:
 
 def replace_keys(small: SmallGguf) -> None:
     """Let the writer take keys of `small.metadata` that it has written before."""
-    planted = small.metadata.keys() - {"general.architecture"}
+    injected = small.metadata.keys() - {"general.architecture"}
 
     def tokenizer(writer: gguf.GGUFWriter) -> None:
         add_byte_level(writer, small_tokenizer(), "gpt-2")
-        for key in planted:
+        for key in injected:
             writer.kv_data[0].pop(key, None)
 
     small.tokenizer = tokenizer

@@ -37,7 +37,7 @@ HELD_BY = {
     "the stored pair's answer": "test_golden_traces.py::test_the_stored_pair_gives_the_stored_answer",
     "the same run twice, the same bytes": "trace/test_trace_roundtrip.py::",
     "the reference case": "test_reference_case.py::test_one_request_flips_and_the_other_does_not",
-    "its first origin": "test_reference_case.py::test_the_birth_is_the_first_shared_forward",
+    "its first origin": "test_reference_case.py::test_the_origin_is_the_first_shared_forward",
     "the fault matrix": "faults/test_verdicts.py::test_verdict",
     "the page of the matrix": "test_verdict_matrix.py::",
     "tapped equals untapped, by architecture": "engine/test_observer.py::",

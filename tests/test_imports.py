@@ -1,4 +1,4 @@
-"""Who may import whom: the rules of the package's layout, each with a planted file that breaks it."""
+"""Who may import whom: the rules of the package's layout, each with an injected file that breaks it."""
 
 from __future__ import annotations
 
@@ -166,8 +166,8 @@ def package(root: Path, **files: str) -> Path:
 )
 def test_an_import_is_found_wherever_it_stands(tmp_path: Path, line: str) -> None:
     clean = "from .click import x\nimport clicker  # import click\n"
-    package(tmp_path, inner__planted=line, clean=clean, cli="import click")
-    assert away_from_home(tmp_path / "detdiff", "click") == {"inner/planted.py"}
+    package(tmp_path, inner__injected=line, clean=clean, cli="import click")
+    assert away_from_home(tmp_path / "detdiff", "click") == {"inner/injected.py"}
 
 
 @pytest.mark.parametrize(
@@ -204,9 +204,9 @@ def test_a_circle_is_found(tmp_path: Path) -> None:
 )
 def test_a_file_that_only_forwards_is_found(tmp_path: Path, text: str) -> None:
     package(
-        tmp_path, planted=text, real="x = 1", empty='"""Nothing."""', user="from .real import x\nprint(x)"
+        tmp_path, injected=text, real="x = 1", empty='"""Nothing."""', user="from .real import x\nprint(x)"
     )
-    assert forwarding(tmp_path) == {"detdiff.planted"}
+    assert forwarding(tmp_path) == {"detdiff.injected"}
 
 
 # Written so that this file does not hold what it looks for.
@@ -234,9 +234,9 @@ def test_no_file_names_a_place_on_one_machine() -> None:
 
 
 def test_a_place_on_one_machine_is_found(tmp_path: Path) -> None:
-    planted = tmp_path / "planted"
+    injected = tmp_path / "injected"
     for folder in FOLDERS:
-        planted.write_text(f'model = "/{folder}/me/model"')
-        assert machine_paths(planted)
-    planted.write_text("https://example.org/home/x ./tmp/x benchmarks/work/x a*/tmp/x")
-    assert not machine_paths(planted)
+        injected.write_text(f'model = "/{folder}/me/model"')
+        assert machine_paths(injected)
+    injected.write_text("https://example.org/home/x ./tmp/x benchmarks/work/x a*/tmp/x")
+    assert not machine_paths(injected)

@@ -229,8 +229,8 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], type[ModelError], str]] = {
 
 @pytest.mark.parametrize("case", BROKEN)
 def test_broken_directory(directory: Path, case: str) -> None:
-    plant, error, words = BROKEN[case]
-    plant(directory)
+    injected_fault, error, words = BROKEN[case]
+    injected_fault(directory)
     with pytest.raises(error) as caught:
         load(str(directory))
     assert type(caught.value) is error

@@ -226,15 +226,15 @@ def test_mlx_metal_takes_the_attention_kernels_of_the_source(
         ('version >= "0.32.1" and bits in (6, 8)', "bits in (6, 8)", (13, "s", "0.32.0"), (1, 2304, 576)),
     ],
 )
-def test_a_planted_threshold_is_told_from_the_source(
+def test_a_injected_threshold_is_told_from_the_source(
     entry: str, other: str, chip: tuple[int, str, str], shape: tuple[int, int, int]
 ) -> None:
     text = (files("detdiff_kernels") / "profiles" / "mlx-metal.toml").read_text("utf-8")
     assert entry in text
-    planted = parse_profile(text.replace(entry, other), "Planted", kernel_names())
+    injected = parse_profile(text.replace(entry, other), "Injected", kernel_names())
     values = {"generation": chip[0], "letter": chip[1], "version": chip[2]}
     m, k, n = shape
-    found = planted.with_parameters(values).choose(Call("linear", m, m, k, n, "bfloat16", 8, 64)).kernel
+    found = injected.with_parameters(values).choose(Call("linear", m, m, k, n, "bfloat16", 8, 64)).kernel
     assert found != f"mlx-metal/{metal_quantised(chip, m, k, n, 8, 64)}"
     right = profile(spec_of(chip)).choose(Call("linear", m, m, k, n, "bfloat16", 8, 64)).kernel
     assert right == f"mlx-metal/{metal_quantised(chip, m, k, n, 8, 64)}"

@@ -48,13 +48,17 @@ def test_a_kernel_switch_flips_tokens_of_a_real_model(switched: tuple[int, dict[
         assert flip["a"]["margin"] < 1 and flip["b"]["margin"] < 1
 
 
-def test_the_birth_is_a_linear_site_where_the_row_count_changed_the_kernel(
+def test_the_origin_is_a_linear_site_where_the_row_count_changed_the_kernel(
     switched: tuple[int, dict[str, Any]],
 ) -> None:
     flipped = [request for request in switched[1]["requests"] if request["flip"] is not None]
     assert flipped
     for request in flipped:
-        origin, entry, carriers = request["origin"], request["cache_entry"], request["carriers"]
+        origin, entry, differing_entries = (
+            request["origin"],
+            request["cache_entry"],
+            request["differing_entries"],
+        )
         assert origin["kind"] in ("linear", "head") and origin["how"] == "leaf"
         paths = {origin["path_a"], origin["path_b"]}
         assert paths == {"reference/candle-metal/mv", "reference/candle-metal/mm"}
@@ -63,7 +67,7 @@ def test_the_birth_is_a_linear_site_where_the_row_count_changed_the_kernel(
             assert origin[f"path_{side}"].endswith("mv" if few else "mm")
         assert entry["kind"] in ("K", "V") and entry["layer"] >= origin["layer"]
         assert entry["position"] >= origin["position"]
-        assert carriers["count"] > 0
+        assert differing_entries["count"] > 0
         assert request["inherited"] is True
         assert {count["kind"] for count in request["origins"]} <= {"linear", "head"}
 

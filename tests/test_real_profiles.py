@@ -1,4 +1,4 @@
-"""Dispatch profiles on real weights: the comparison names both kernels and the threshold, and holding the path ends it.
+"""Dispatch profiles on real weights: the comparison names both kernels and the threshold, and pinning the kernels ends it.
 
 SmolLM2-135M with the file's own 4-bit blocks in every run with the network; Gemma 3 270M (dense bfloat16, sliding
 windows, heads of 256) only where ``DETDIFF_TEST_GEMMA`` is set, since its weights come under a licence of their own.

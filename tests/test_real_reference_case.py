@@ -55,10 +55,10 @@ def case(smollm2_packed_bf16: Path, smollm2_draft_3bit: Path) -> Case:
     return Case(smollm2_packed_bf16, smollm2_draft_3bit)
 
 
-def test_the_first_difference_is_born_in_the_shared_forward(case: Case, tmp_path: Path) -> None:
+def test_the_first_difference_arises_in_the_shared_forward(case: Case, tmp_path: Path) -> None:
     found = case.compare(tmp_path, "serial", "continuous", max_tokens=SHORT)
     anchor = found.request("anchor")
-    assert anchor.flip is None and anchor.rung == found.request("follower").rung == "bits"
+    assert anchor.flip is None and anchor.stage == found.request("follower").stage == "bits"
     origin = anchor.origin
     assert origin is not None and origin.composition_b is not None
     members = [(member.request, member.phase, member.rows) for member in origin.composition_b.members]
@@ -87,10 +87,10 @@ def test_the_whole_investigation(case: Case) -> None:
     anchor, follower = (verdict.divergence.request(id) for id in ("anchor", "follower"))
     assert anchor.flip is None and follower.flip is not None and follower.swapped
     text = verdict_text(verdict)
-    assert "request anchor: parts in bits; no flip within its 96 generated tokens" in text
+    assert "request anchor: diverges in bits; no flip within its 96 generated tokens" in text
     for title in (
         "The flip",
-        "Where it was born",
+        "Where it arose",
         "What carried it",
         "The controls",
         "Against float64",

@@ -57,7 +57,7 @@ def test_the_prompts_have_their_lengths_and_every_run_was_observed(traces: dict[
 
 def test_one_request_flips_and_the_other_does_not(found: Divergence) -> None:
     anchor, follower = found.request("anchor"), found.request("follower")
-    assert anchor.flip is not None and follower.flip is None and follower.rung == "bits"
+    assert anchor.flip is not None and follower.flip is None and follower.stage == "bits"
     assert anchor.swapped and anchor.flip.index > 40
     verification = anchor.verification
     assert verification is not None and verification.flip_a is not None and verification.flip_b is not None
@@ -66,7 +66,7 @@ def test_one_request_flips_and_the_other_does_not(found: Divergence) -> None:
     assert verification.first_other_choice == anchor.flip.index
 
 
-def test_nothing_is_born_in_the_flips_own_forward(found: Divergence) -> None:
+def test_nothing_arises_in_the_flips_own_forward(found: Divergence) -> None:
     anchor = found.request("anchor")
     forward = anchor.flip_forward
     assert anchor.inherited and forward is not None and forward.origins == 0 and forward.paths_equal
@@ -75,7 +75,7 @@ def test_nothing_is_born_in_the_flips_own_forward(found: Divergence) -> None:
         assert [(m.request, m.phase, m.rows) for m in composition.members] == [("anchor", "verify", 4)]
 
 
-def test_the_birth_is_the_first_shared_forward(found: Divergence) -> None:
+def test_the_origin_is_the_first_shared_forward(found: Divergence) -> None:
     anchor = found.request("anchor")
     origin = anchor.origin
     assert origin is not None and origin.composition_a is not None and origin.composition_b is not None
@@ -85,8 +85,8 @@ def test_the_birth_is_the_first_shared_forward(found: Divergence) -> None:
         ("follower", "prefill", 121),
     ]
     assert (origin.path_a, origin.path_b) == ("reference/candle-metal/mv", "reference/candle-metal/mm")
-    assert anchor.cache_entry is not None and anchor.carriers is not None
-    assert anchor.carriers.count > 0 and anchor.carriers.alive_at == anchor.flip.position  # type: ignore[union-attr]
+    assert anchor.cache_entry is not None and anchor.differing_entries is not None
+    assert anchor.differing_entries.count > 0 and anchor.differing_entries.alive_at == anchor.flip.position  # type: ignore[union-attr]
 
 
 def test_acceptance_differs_as_the_engine_counts_it(found: Divergence) -> None:

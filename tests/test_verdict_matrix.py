@@ -1,4 +1,4 @@
-"""The tool that counts verdicts over planted cases: what its table says, and that its pages can be out of date."""
+"""The tool that counts verdicts over injected cases: what its table says, and that its pages can be out of date."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ As diff(1) does, so that a script can ask:
 | code | meaning |
 |---|---|
 | 0 | `compare`, `explain`: identical. `probe`: a row's bits depend on the row alone. Other commands: done |
-| 1 | `compare`: different. `explain`: numerics, bug, policy or race. `probe`: bits depend on something else |
+| 1 | `compare`: different. `explain`: numerics, bug, configuration or nondeterminism. `probe`: bits depend on something else |
 | 2 | trouble: bad arguments or input, an interrupt, a full disk, a fault of detdiff |
 | 3 | `compare`: inconclusive. Nothing could be compared, or nothing differs and not everything could be compared. `explain`: undetermined |
 
@@ -47,15 +47,15 @@ With `--json` the answer goes to stdout as one JSON object, whose `schema` names
 
 | command | schema |
 |---|---|
-| `compare` | `detdiff.divergence/1` |
-| `explain` | [`detdiff.verdict/1`](json-schema.md#the-json-answer-of-explain) |
+| `compare` | `detdiff.divergence/2` |
+| `explain` | [`detdiff.verdict/2`](json-schema.md#the-json-answer-of-explain) |
 | `record`, `show` | `detdiff.trace-summary/1`: what the text shows; `lacks` has a reason for each thing that the engine could not show; `groups` are consecutive forwards with equal composition and kernel paths; `each_forward` and `each_site` (name, kind and layer of every site) are there with `--forwards` and `--sites` |
 | `probe` | `detdiff.probe/1`, and `detdiff.probe-sweep/1` for a model; [the page about it](probe.md) has the keys |
-| `demo` | `detdiff.demo/1`: `cases`, each with `title`, `anchor` and `divergence` |
+| `demo` | `detdiff.demo/2`: `cases`, each with `title`, `anchor` and `divergence` |
 | `profiles` | `detdiff.profiles/1`: `profiles`, each with `name`, `backend`, `note`, `parameters`, `rules`, `tags` |
 | `profiles NAME` | `detdiff.profile/1`: the same and `each_rule`; with a size `axis` (m, keys or query), `call`, `thresholds` (the sizes at which the kernel, or a value it works by, changes) and `bands` (`first`, `last`, and `parts` with rows, `kernel`, `rule`, `source`, `tag`) |
-| `report` | [`detdiff.report/1`](json-schema.md#the-json-form-of-a-report), by `--json -` |
-| `reduce` | `detdiff.reduction/1`: `a` and `b` (the files of the smallest pair), `twin` (its model of random weights, or null), `rows_before`, `rows_after`, `tried`, `finished`, `dropped` (settings), `verdict`, `rule`, `said`, `site`, `steps` (each with `said`, `rows`, `requests`, `prompt_tokens`, `max_tokens`, `layers`) and `command` |
+| `report` | [`detdiff.report/2`](json-schema.md#the-json-form-of-a-report), by `--json -` |
+| `reduce` | `detdiff.reduction/2`: `a` and `b` (the files of the smallest pair), `twin` (its model of random weights, or null), `rows_before`, `rows_after`, `tried`, `finished`, `dropped` (settings), `verdict`, `rule`, `said`, `site`, `steps` (each with `said`, `rows`, `requests`, `prompt_tokens`, `max_tokens`, `layers`) and `command` |
 | `import-gguf` | `detdiff.import/1` |
 | any, on an error | `detdiff.error/1`: `error` (the broken rule), `message`, `exit_code` |
 """

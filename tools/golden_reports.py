@@ -40,7 +40,7 @@ SECONDS = 0.5
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a case's answer comes about: two scenarios and what is planted. ``explained`` is false for a comparison alone."""
+    """How a case's answer comes about: two scenarios and what is injected. ``explained`` is false for a comparison alone."""
 
     scenarios: Callable[[], tuple[Any, Any]]
     command: str
@@ -78,7 +78,7 @@ RECIPES: Mapping[str, Recipe] = {
     ),
     "kernel-switch": Recipe(_short, "detdiff explain traces/serial.toml traces/continuous.toml"),
     "bug": Recipe(lambda: _trial(6), "", fault=6),
-    "policy": Recipe(lambda: _trial(13), "", fault=13),
+    "configuration": Recipe(lambda: _trial(13), "", fault=13),
     "identical": Recipe(
         lambda: _short(split_rows=1024),
         'detdiff explain traces/serial.toml traces/continuous.toml --both "split_rows=1024"',
@@ -93,7 +93,7 @@ def _trial(number: int) -> tuple[Any, Any]:
 
 
 def _case(number: int) -> Any:
-    """A planted case, which lives with the tests."""
+    """An injected case, which lives with the tests."""
     for folder in ("tests/faults", "tests"):
         if str(ROOT / folder) not in sys.path:
             sys.path.insert(0, str(ROOT / folder))

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write the tables of docs/verdicts.md: the rules, and the verdicts over planted cases.
+"""Write the tables of docs/verdicts.md: the rules, and the verdicts over injected cases.
 
 python tools/verdict_matrix.py                       both; runs every case over ten seeds, for many minutes
 python tools/verdict_matrix.py --rules               the rules alone
@@ -37,7 +37,7 @@ def put(text: str, start: str, end: str, body: str) -> str:
 
 
 def cases() -> dict[int, Any]:
-    """The planted cases, which live with the tests."""
+    """The injected cases, which live with the tests."""
     sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "faults")]
     from cases import CASES
 

@@ -32,7 +32,7 @@ _NEAREST: Final = 2
 
 @dataclass(frozen=True)
 class Failure:
-    """One composition that is not let through: ``why``, what parted, and what was kept of it.
+    """One composition that is not let through: ``why``, what diverged, and what was kept of it.
 
     ``a`` and ``b`` say in a few words what the two runs are. ``more`` are other runs of the composition, by seed and batch,
     that fail too. ``checked`` is False where it could not be run, and ``why`` says why; ``unkept`` says why nothing was kept.
@@ -116,10 +116,10 @@ def _commands(kept: Kept | None) -> str:
 
 def _small(page: Page, divergence: Divergence) -> None:
     """The request with the first origin, and the first that flips where that is another one."""
-    parted = [request for request in divergence.requests if request.rung is not None]
-    first = [request for request in parted if request.id == divergence.first]
-    flipped = [request for request in parted if request.flip is not None]
-    for request in {request.id: request for request in (*first[:1], *flipped[:1]) or parted[:1]}.values():
+    diverged = [request for request in divergence.requests if request.stage is not None]
+    first = [request for request in diverged if request.id == divergence.first]
+    flipped = [request for request in diverged if request.flip is not None]
+    for request in {request.id: request for request in (*first[:1], *flipped[:1]) or diverged[:1]}.values():
         _request(page, request)
     for finding in divergence.bookkeeping[:2]:
         page.item("  bookkeeping: ", f"in run {finding.run}: {escaped(finding.detail)}")
@@ -127,7 +127,7 @@ def _small(page: Page, divergence: Divergence) -> None:
 
 def _request(page: Page, request: RequestDivergence) -> None:
     ending = "and flips" if request.flip is not None else "and no token flips"
-    page.item(f"  request {escaped(request.id)}: ", f"parts in {request.rung} {ending}")
+    page.item(f"  request {escaped(request.id)}: ", f"diverges in {request.stage} {ending}")
     if request.flip is not None:
         flip_lines(page, request, _near(request.flip))
     if request.origin is not None:

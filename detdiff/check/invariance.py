@@ -37,7 +37,7 @@ from .subjects import Recorded, Subject, Subjects
 from .tally import Tally
 
 STRUCTURAL: Final = ("workload", "bookkeeping", "dtype", "shape", "tokens")
-"""Rungs that no rounding can part on."""
+"""Stages that no rounding can diverge on."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def _left_out(divergence: Divergence) -> Iterator[str]:
         if found.observer.get("equal") is False:
             yield f"recording changed the logits of run {run}, or the run does not repeat"
     for request in divergence.requests:
-        if request.rung is None and not request.identical:
+        if request.stage is None and not request.identical:
             yield f"{escaped(request.id)} was not compared in whole"
     compared = divergence.compared
     if not (compared.requests and compared.rows and compared.digests):
@@ -94,9 +94,9 @@ def _flips(divergence: Divergence) -> Iterator[str]:
 
 def _bounded(divergence: Divergence, oracle: Callable[[], Control]) -> Ruling:
     structural = [
-        f"the runs part in {rung}, which no rounding does"
-        for rung in STRUCTURAL
-        if divergence.rung == rung or any(request.rung == rung for request in divergence.requests)
+        f"the runs diverge in {stage}, which no rounding does"
+        for stage in STRUCTURAL
+        if divergence.stage == stage or any(request.stage == stage for request in divergence.requests)
     ]
     if structural:
         return Ruling(tuple(structural))
@@ -511,7 +511,7 @@ class Composed:
         return not self.why
 
     @property
-    def parted(self) -> tuple[RequestDivergence, ...]:
+    def diverged(self) -> tuple[RequestDivergence, ...]:
         """The requests that are not equal to themselves alone, of all runs."""
         return tuple(request for _, found in self.runs for request in found.requests if not request.identical)
 

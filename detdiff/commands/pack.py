@@ -218,11 +218,11 @@ _WHAT = {
 
 def readme(report: Report, traces: tuple[Trace, Trace], places: Places) -> str:
     """The text, in Markdown."""
-    return f"""# Where two runs part
+    return f"""# Where two runs diverge
 
 > {sentence(report.headline, leading=True)}
 
-One command, in this folder, runs both sides again and says why they part:
+One command, in this folder, runs both sides again and says why they diverge:
 
     {command(places)}
 

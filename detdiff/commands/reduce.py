@@ -1,4 +1,4 @@
-"""`detdiff reduce`: the smallest pair of scenarios that still parts in the same way, and what was dropped on the way to it."""
+"""`detdiff reduce`: the smallest pair of scenarios that still diverges in the same way, and what was dropped on the way to it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from detdiff.trace import Trace
 if TYPE_CHECKING:
     from detdiff.reduce import Reduction, Step
 
-SCHEMA = "detdiff.reduction/1"
+SCHEMA = "detdiff.reduction/2"
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def reduction_text(found: Reduction, *, width: int = 100) -> str:
     before, after = found.steps[0], found.steps[-1]
     share = f"{found.rows_after / found.rows_before:.0%} of what it was"
     site = _site(found)
-    at = f", born at {escaped(site)}" if site is not None else ""
+    at = f", origin at {escaped(site)}" if site is not None else ""
     head = (
         f"{count(found.rows_before, 'row')} became {found.rows_after:,} ({share}), in {count(found.tried, 'pair')} that were "
         f"run; the verdict is still {found.verdict.kind}{at}."
@@ -133,7 +133,7 @@ def reduction_text(found: Reduction, *, width: int = 100) -> str:
     if found.twin:
         layers = f", {count(after.layers, 'layer')}" if after.layers is not None else ""
         lines.append(
-            f"a model of random weights{layers} parts in the same way: no weights are needed (twin/config.json)"
+            f"a model of random weights{layers} diverges in the same way: no weights are needed (twin/config.json)"
         )
     divergence = found.verdict.divergence
     if divergence is not None and all(request.flip is None for request in divergence.requests):

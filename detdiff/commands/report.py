@@ -272,7 +272,7 @@ def _still_there(divergence: Divergence, partial: bool) -> Pair | None:
 
 
 def command(asked: Asked, found: Sequence[Side]) -> str:
-    """The command line that runs both sides again and says why they part."""
+    """The command line that runs both sides again and says why they diverge."""
     words = ["detdiff", "explain", *(str(path) for path in asked.files)]
     if asked.partial:
         words.append("--partial")

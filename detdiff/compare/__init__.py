@@ -1,4 +1,4 @@
-"""Compares two traces: alignment, flips, origins, carriers, metrics. Needs no model and no mlx."""
+"""Compares two traces: alignment, flips, origins, differing cache entries, metrics. Needs no model and no mlx."""
 
 from detdiff.compare.divergence import (
     Acceptance,

@@ -18,9 +18,9 @@ from .divergence import (
     Agreement,
     CacheEntry,
     Candidate,
-    Carriers,
     Choice,
     Chunk,
+    DifferingEntries,
     DraftDivergence,
     Finding,
     Flip,
@@ -204,16 +204,16 @@ class RequestAnswer:
         draft = self._draft(number)
         own = self._first_origin(number)
         origin = own if own is not None or draft is None or differing else draft.origin
-        rung = None
+        stage = None
         if fed_otherwise:
-            rung = "workload"
+            stage = "workload"
         elif differing or (draft is not None and draft.differing):
-            rung = origin.rung if origin is not None else "bits"
+            stage = origin.stage if origin is not None else "bits"
         scores = request.scores()
-        if rung is None and scores is not None and scores.differing and not self._done.ports.names:
-            rung = "bits"
-        if rung is None and request.flip is not None:
-            rung = "tokens"
+        if stage is None and scores is not None and scores.differing and not self._done.ports.names:
+            stage = "bits"
+        if stage is None and request.flip is not None:
+            stage = "tokens"
         not_finite = request.not_finite()
         flip = None if request.flip is None else self._flip(request, rows)
         forward = None
@@ -221,8 +221,8 @@ class RequestAnswer:
             forward = self._flip_forward(request, flip, rows)
         return RequestDivergence(
             id=request.id,
-            identical=rung is None and request.cut is None and not pairs.lacking[number] and not not_finite,
-            rung=rung,
+            identical=stage is None and request.cut is None and not pairs.lacking[number] and not not_finite,
+            stage=stage,
             prompt_tokens=request.prompt,
             generated_a=len(request.steps_a),
             generated_b=len(request.steps_b),
@@ -235,8 +235,10 @@ class RequestAnswer:
             origin=origin,
             origins=self._counts(number),
             cache_entry=self._first_entry(request, rows),
-            carriers=self._carriers(request, rows[pairs.position[rows] <= request.at]) if differing else None,
-            margins=_margins(request) if rung is not None else (),
+            differing_entries=self._differing_entries(request, rows[pairs.position[rows] <= request.at])
+            if differing
+            else None,
+            margins=_margins(request) if stage is not None else (),
             growth=self._growth(number, rows) if differing else None,
             chunks=() if origin is None else self._chunks(request, rows, origin),
             forced=_agreement(request) if request.forced else None,
@@ -422,7 +424,7 @@ class RequestAnswer:
         row = int(some[np.argmax(tally.entries[n, some] > 0)])
         return self._done.details.cache_entry(row, tally.cache_sites[n])
 
-    def _carriers(self, request: RequestPair, rows: Int64) -> Carriers | None:
+    def _differing_entries(self, request: RequestPair, rows: Int64) -> DifferingEntries | None:
         """What the last compared row, which is the flip's where there is one, could read; None where no entry is recorded.
 
         Entries written at or before it, of the layers where what that row read differs; of a recurrent state, the last.
@@ -453,7 +455,7 @@ class RequestAnswer:
         if not entries:
             return None
         ranges = _ranges(np.unique(position[where]))
-        return Carriers(count, entries, tuple(sorted(layers)), ranges, int(position[last]))
+        return DifferingEntries(count, entries, tuple(sorted(layers)), ranges, int(position[last]))
 
     def _growth(self, number: int, rows: Int64) -> Growth:
         tally, position = self._done.tally, self._done.pairs.position[rows]

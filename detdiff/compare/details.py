@@ -78,7 +78,7 @@ class Details:
             layer=site.site.layer,
             position=position,
             how=found.how,
-            rung=self._rung(found.row, port, magnitude),
+            stage=self._stage(found.row, port, magnitude),
             ports=tuple(self._ports.names[n].removeprefix(f"{site.site.name}.") for n in ports),
             between=between,
             forward_a=forward_a,
@@ -211,7 +211,7 @@ class Details:
             before = [n for n in self._ports.sites[found.place].inputs if known[n]]
         return tuple(self._ports.names[n] for n in (*before[-1:], first))
 
-    def _rung(self, row: int, port: int, magnitude: Magnitude | None) -> str:
+    def _stage(self, row: int, port: int, magnitude: Magnitude | None) -> str:
         if magnitude is not None:
             if magnitude.dtype_a != magnitude.dtype_b:
                 return "dtype"

@@ -230,7 +230,7 @@ class SiteDifference:
 
 @dataclass(frozen=True)
 class FlipForward:
-    """The flip's own forward on each side, and what was born there for this request.
+    """The flip's own forward on each side, and what arose there for this request.
 
     ``origins`` and ``differing`` count over this request's compared rows of either flip forward. ``paths_equal`` is
     None where a run recorded no kernel plan.
@@ -261,9 +261,9 @@ class Change:
 class Origin:
     """A site and row whose inputs are bit-equal in both runs and whose outputs are not.
 
-    ``how`` says by which rule: ``leaf``; ``composite`` (born between two recorded sites, named by ``between``);
+    ``how`` says by which rule: ``leaf``; ``composite`` (arising between two recorded sites, named by ``between``);
     ``changed`` (a cache entry read otherwise than it was written: ``changes``); ``visible`` (every entry up to this
-    position was written alike, and yet this row saw others: a mask, offset or length). ``rung`` is ``dtype``,
+    position was written alike, and yet this row saw others: a mask, offset or length). ``stage`` is ``dtype``,
     ``shape`` or ``bits``. ``rows_a`` and ``rows_b`` are the rows (M) that the operation saw; they and paths are
     None where a run recorded no kernel call for the site.
     """
@@ -273,7 +273,7 @@ class Origin:
     layer: int | None
     position: int
     how: str
-    rung: str
+    stage: str
     ports: tuple[str, ...]
     between: tuple[str, ...]
     forward_a: int
@@ -325,7 +325,7 @@ class CacheEntry:
 
 
 @dataclass(frozen=True)
-class Carriers:
+class DifferingEntries:
     """Differing cache entries that the row at position ``alive_at`` could read.
 
     ``positions`` are inclusive ranges. ``alive_at`` is the flip's row, or the last compared row where nothing flipped.
@@ -422,7 +422,7 @@ class DraftDivergence:
 class RequestDivergence:
     """One request's comparison.
 
-    ``rung`` is the first rung on which it parted, or None. ``swapped`` is None without a flip or without top-k.
+    ``stage`` is the first stage on which it diverged, or None. ``swapped`` is None without a flip or without top-k.
     ``inherited`` is None without a flip; True when the flip's own forward has differences and no origin.
     ``origin`` is the first one in execution order. ``margins`` are the smallest before the flip. ``chunks`` is empty
     unless the origin lies in a prompt; ``forced`` is None unless a run was fed given tokens. Rows are the target's;
@@ -433,7 +433,7 @@ class RequestDivergence:
 
     id: str
     identical: bool
-    rung: str | None
+    stage: str | None
     prompt_tokens: int
     generated_a: int
     generated_b: int
@@ -446,7 +446,7 @@ class RequestDivergence:
     origin: Origin | None
     origins: tuple[OriginCount, ...]
     cache_entry: CacheEntry | None
-    carriers: Carriers | None
+    differing_entries: DifferingEntries | None
     margins: tuple[Margin, ...]
     growth: Growth | None
     chunks: tuple[Chunk, ...]
@@ -553,17 +553,17 @@ class Run:
 
 @dataclass(frozen=True)
 class Divergence:
-    """Where two runs part. It has no truth value: ask ``identical``.
+    """Where two runs diverge. It has no truth value: ask ``identical``.
 
-    ``identical`` needs every request of both runs compared in whole. ``inconclusive`` is true when nothing parted but
-    something was left out. ``rung`` is the first rung that parted: ``workload``, ``bookkeeping``, ``dtype``,
+    ``identical`` needs every request of both runs compared in whole. ``inconclusive`` is true when nothing diverged but
+    something was left out. ``stage`` is the first stage that diverged: ``workload``, ``bookkeeping``, ``dtype``,
     ``shape``, ``bits``, ``tokens`` or None. ``first`` is the id of the request with the earliest origin. With
     ``across_models`` the runs may be of two models, and nothing is an origin.
     """
 
     identical: bool
     inconclusive: bool
-    rung: str | None
+    stage: str | None
     first: str | None
     compared: Compared
     requests: tuple[RequestDivergence, ...]

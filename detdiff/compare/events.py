@@ -57,7 +57,7 @@ def page_findings(trace: Trace, events: Sequence[Event], run: str) -> Iterator[F
     shared: dict[Owner, int] = {}  # positions that a request took over
     together: list[_Together] = []
 
-    def parted(owner: Owner, index: int, until: int) -> Iterator[Finding]:
+    def diverged(owner: Owner, index: int, until: int) -> Iterator[Finding]:
         for pair in [p for p in together if owner in p.owners and p.index == index]:
             together.remove(pair)
             yield from writes.into(pair, until, ids, run)
@@ -70,11 +70,11 @@ def page_findings(trace: Trace, events: Sequence[Event], run: str) -> Iterator[F
         table, index, page = tables.setdefault(owner, {}), event["index"], event["page"]
         if event.get("freed"):
             table.pop(index, None)
-            yield from parted(owner, index, event["forward"] + 1)
+            yield from diverged(owner, index, event["forward"] + 1)
             continue
         if index in table:
             # What was written in the forward of a copy went to the copy.
-            yield from parted(owner, index, event["forward"])
+            yield from diverged(owner, index, event["forward"])
         for other, pages in tables.items():
             for place, named in pages.items():
                 if named != page or other[0] != owner[0] or (other, place) == (owner, index):
@@ -135,7 +135,7 @@ class EventAnswer:
     findings: tuple[Finding, ...]
     notes: tuple[str, ...]
     events: Events
-    parted: bool
+    diverged: bool
 
 
 class RunEvents:
@@ -195,7 +195,7 @@ def event_answer(a: RunEvents, b: RunEvents) -> EventAnswer:
         findings=(*findings, *apart),
         notes=tuple(notes),
         events=Events(_counts(*runs), listed),
-        parted=bool(apart) or len(both) * 2 != len(alone[0]) + len(alone[1]),
+        diverged=bool(apart) or len(both) * 2 != len(alone[0]) + len(alone[1]),
     )
 
 

@@ -328,11 +328,11 @@ def one_sided(a: RunLog, b: RunLog, limit: int = 32) -> tuple[tuple[Finding, ...
     ]
     findings += [found for key, found in of_b.items() if key not in of_a]
     findings.sort(key=lambda found: found.forward if found.forward is not None else -1)
-    parted = set(of_a) != set(of_b)
+    diverged = set(of_a) != set(of_b)
     if len(findings) > limit:
         rest = len(findings) - limit
         findings = [*findings[:limit], Finding("both", "more", None, None, f"{rest} more findings")]
-    return tuple(findings), parted
+    return tuple(findings), diverged
 
 
 def _distinct(log: RunLog) -> dict[tuple[str, str | None, str], Finding]:

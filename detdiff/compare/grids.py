@@ -108,11 +108,11 @@ class Cells:
     def block(self, block: Block) -> None:
         layout = self._layout(block.columns)
         self._state[np.ix_(self._at(block.rows), layout.lines)] = EQUAL
-        parted = np.flatnonzero(block.bits.any(axis=1))
-        if not len(parted):
+        diverged = np.flatnonzero(block.bits.any(axis=1))
+        if not len(diverged):
             return
-        rows, at = block.rows[parted], self._at(block.rows[parted])
-        differ = Block(rows, block.columns, block.bits[parted]).differ
+        rows, at = block.rows[diverged], self._at(block.rows[diverged])
+        differ = Block(rows, block.columns, block.bits[diverged]).differ
         counts = np.add.reduceat(differ[:, layout.pairs], layout.starts, axis=1, dtype=np.int32)
         cells = np.ix_(at, layout.lines)
         self._state[cells] = np.where(counts, PROPAGATED, EQUAL)

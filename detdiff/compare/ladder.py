@@ -1,4 +1,4 @@
-"""Compares two traces down a fixed ladder, earliest rung first.
+"""Compares two traces down a fixed ladder, earliest stage first.
 
 Nothing comparable, workload (tokens in), bookkeeping, dtype, shape, bits; magnitude where both traces hold values.
 Nothing compared is never a pass.
@@ -26,7 +26,7 @@ from .forwards import RunLog, one_sided
 from .origins import Int64, SettledOrigins, Tally, Watch
 from .tokens import Pairing, pair_requests, was_forced
 
-RUNGS: Final = ("workload", "bookkeeping", "dtype", "shape", "bits", "tokens")
+STAGES: Final = ("workload", "bookkeeping", "dtype", "shape", "bits", "tokens")
 """From the earliest to the last. ``tokens``: every compared digest is equal and yet the tokens differ."""
 
 
@@ -45,7 +45,7 @@ def compare(
     requests: Collection[str] | None = None,
     across_models: bool = False,
 ) -> Divergence:
-    """Where and how run ``b`` parts from run ``a``. Needs the traces alone, no model.
+    """Where and how run ``b`` diverges from run ``a``. Needs the traces alone, no model.
 
     Runs are traces or the folders of traces. ``requests`` are the ids that are asked about, None: all of both runs. With
     ``across_models`` two models may be compared, at tokens, logits and sites by name: their weights differ, so nothing is
@@ -153,38 +153,38 @@ def scan(aligned: Aligned, watch: Watch | None = None) -> Pass:
 
 def _answer(aligned: Aligned, done: Pass) -> Divergence:
     runs, pairing, rowless = aligned.runs, aligned.pairing, aligned.rowless
-    noticed, bookkeeping_parted = one_sided(runs.log_a, runs.log_b)
+    noticed, bookkeeping_diverged = one_sided(runs.log_a, runs.log_b)
     happened = RunEvents(runs.a, runs.log_a, "a"), RunEvents(runs.b, runs.log_b, "b")
     events = event_answer(*happened)
     bookkeeping = (*events.findings, *attributed(noticed, *happened))
     verifications = Verifications(runs.a, runs.b)
     choices = tuple(verifications.findings(pairing.pairs))
     bookkeeping = (*choices, *bookkeeping)
-    bookkeeping_parted |= events.parted or bool(choices)
+    bookkeeping_diverged |= events.diverged or bool(choices)
     fed_otherwise = {finding.request for finding in done.pairs.findings}
     maker = RequestAnswer(runs, done, (runs.a.texts(), runs.b.texts()), verifications)
     requests: list[RequestDivergence] = []
     not_compared = list(pairing.not_compared)
     for number, request in enumerate(pairing.pairs):
         answer = maker.answer(number, request, request.id in fed_otherwise)
-        if answer.rows or answer.flip is not None or answer.rung is not None or (rowless and request.common):
+        if answer.rows or answer.flip is not None or answer.stage is not None or (rowless and request.common):
             requests.append(answer)
         else:
             what = "nothing that it answered" if rowless else "no row of it"
             not_compared.append(NotCompared(request.id, f"{what} is in both runs"))
-    found = {request.rung for request in requests} | ({"workload"} if done.pairs.findings else set())
-    found |= {"bookkeeping"} if bookkeeping_parted else set()
-    # Other settings part nothing by themselves, but where something parts they come first.
+    found = {request.stage for request in requests} | ({"workload"} if done.pairs.findings else set())
+    found |= {"bookkeeping"} if bookkeeping_diverged else set()
+    # Other settings diverge nothing by themselves, but where something diverges they come first.
     found |= {"workload"} if pairing.workload and found - {None} else set()
-    rung = next((rung for rung in RUNGS if rung in found), None)
+    stage = next((stage for stage in STAGES if stage in found), None)
     workload = (*pairing.workload, *done.pairs.findings)
     whole = not not_compared and not workload and all(request.identical for request in requests)
     whole = whole and runs.a.complete and runs.b.complete
     whole = whole and not any(run.header["observer"].get("equal") is False for run in (runs.a, runs.b))
     return Divergence(
-        identical=rung is None and whole,
-        inconclusive=rung is None and not whole,
-        rung=rung,
+        identical=stage is None and whole,
+        inconclusive=stage is None and not whole,
+        stage=stage,
         first=_first(pairing, done),
         compared=_compared(done, len(requests), sum(pair.common for pair in pairing.pairs)),
         requests=tuple(requests),
@@ -295,7 +295,7 @@ def _of_request(request: RequestDivergence) -> list[str]:
             f"request {request.id}: the logits of token {found.index} in run {found.run} are not finite "
             f"({' and '.join(what)}), which is equal to nothing"
         )
-    if request.rung == "tokens" and request.rows:
+    if request.stage == "tokens" and request.rows:
         cause = "the choice of the token differs, or something that was not recorded"
         if request.logits_equal:
             cause = "the token was chosen otherwise (sampling), not computed otherwise"

@@ -2,7 +2,7 @@
 
 A leaf is an origin where all its inputs are equal and an output is not. A composite, and the whole model around all
 sites, is one where its inputs are equal, something inside differs, nothing came in through the cache, and no site
-inside is an origin: the difference was born between two recorded sites. Everything else that differs is propagated.
+inside is an origin: the difference arose between two recorded sites. Everything else that differs is propagated.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Mask = int
 """A set of rows: bit n stands for row n."""
 
 ROOT: Final = -1
-"""The place of the model as a whole, where a difference is born between two sites that no composite holds."""
+"""The place of the model as a whole, where a difference arises between two sites that no composite holds."""
 
 
 @dataclass
@@ -117,7 +117,7 @@ class _Judging:
     def visit(self, place: int, site: _Site) -> None:
         entering, leaving = self._any(site.inputs), self._any(site.outputs)
         if site.inside or site.stateful:
-            mask = self._born_between(site.inside, leaving) & ~entering
+            mask = self._origin_between(site.inside, leaving) & ~entering
             if mask and site.known and not self._blind(site.inside):
                 self._claim(place, mask, site.inside, lasting=site.stateful)
         elif site.known and site.kind != "state":
@@ -132,13 +132,13 @@ class _Judging:
     def visit_root(self, past_known: bool) -> None:
         """``past_known`` says that some site shows what earlier rows left; else a later row inherits whatever it is."""
         everything = range(len(self.sites))
-        mask = self._born_between(everything, 0)
+        mask = self._origin_between(everything, 0)
         if mask and self._blind(everything):
             self.judged.blind = mask.bit_count()
         else:
             self._claim(ROOT, mask, everything, lasting=not past_known)
 
-    def _born_between(self, inside: Sequence[int], leaving: Mask) -> Mask:
+    def _origin_between(self, inside: Sequence[int], leaving: Mask) -> Mask:
         """Rows that differ inside, or at ``leaving``, without a cause inside."""
         touched, explained = leaving, 0
         for place in inside:
@@ -277,11 +277,11 @@ class Tally:
         self._columns_of[rows] = number
         differing = np.bitwise_count(block.bits).sum(axis=1, dtype=np.int32)
         self.differing[rows] = differing
-        parted = np.flatnonzero(differing)
-        if len(parted):
+        diverged = np.flatnonzero(differing)
+        if len(diverged):
             # Judging takes about as long for one row as for a thousand, so rows wait for others of their tables.
-            self._waiting.setdefault(number, []).append(Block(rows[parted], columns, block.bits[parted]))
-            self._waiting_bytes += len(parted) * columns.words * 8
+            self._waiting.setdefault(number, []).append(Block(rows[diverged], columns, block.bits[diverged]))
+            self._waiting_bytes += len(diverged) * columns.words * 8
             if self._waiting_bytes >= _WAITING_BYTES:
                 self._judge_waiting(forward_a)
 
@@ -447,9 +447,9 @@ class SettledOrigins:
                 yield Found(key & _LOW, place, "leaf" if leaf else "composite")
 
     def _pending(self, number: int) -> Iterator[Found]:
-        """Births inside a composite in a row whose attention read a difference: its own entry, or an earlier one.
+        """Origins inside a composite in a row whose attention read a difference: its own entry, or an earlier one.
 
-        Only a row before which no entry differs can have such a birth, so the first candidate decides.
+        Only a row before which no entry differs can have such an origin, so the first candidate decides.
         """
         claimed: dict[int, list[int]] = {}
         sites = range(len(self._ports.sites))

@@ -274,7 +274,7 @@ class RequestSeries:
     draft where its rows were compared (``draft: layer 0``); ``sites`` a grid for each of these rows with a row for each
     of its sites, in execution order; ``entries`` a grid for each of them that has cache entries, with rows such as
     ``K head 0`` or ``state 0`` over the positions that wrote them. ``lens`` is empty without a flip or a recorded lens.
-    ``birth_forwards`` and ``flip_forwards`` are the forwards of the first origin and of the flip in run a and in run b.
+    ``origin_forwards`` and ``flip_forwards`` are the forwards of the first origin and of the flip in run a and in run b.
     """
 
     id: str
@@ -288,7 +288,7 @@ class RequestSeries:
     tokens_a: tuple[TokenPoint, ...]
     tokens_b: tuple[TokenPoint, ...]
     lens: tuple[LensPoint, ...]
-    birth_forwards: tuple[int, int] | None = None
+    origin_forwards: tuple[int, int] | None = None
     flip_forwards: tuple[int | None, int | None] = (None, None)
 
 
@@ -347,7 +347,7 @@ def _request(
         tokens_a=tokens_a,
         tokens_b=tokens_b,
         lens=lens_points(runs.a, runs.b, request, found.flip),
-        birth_forwards=None if found.origin is None else (found.origin.forward_a, found.origin.forward_b),
+        origin_forwards=None if found.origin is None else (found.origin.forward_a, found.origin.forward_b),
         flip_forwards=(None, None) if found.flip is None else (found.flip.forward_a, found.flip.forward_b),
     )
 

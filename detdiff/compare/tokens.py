@@ -329,9 +329,9 @@ class _Ends:
 def _first_flip(a: Steps, b: Steps, ends: _Ends) -> tuple[int | None, str, str | None]:
     """(index, kind, why the end is not compared)."""
     common = min(len(a), len(b))
-    parted = np.flatnonzero(a.token[:common] != b.token[:common])
-    if len(parted):
-        return int(parted[0]), "token", None
+    diverged = np.flatnonzero(a.token[:common] != b.token[:common])
+    if len(diverged):
+        return int(diverged[0]), "token", None
     short_whole = ends.whole_a if len(a) < len(b) else ends.whole_b
     short_limit = ends.limit_a if len(a) < len(b) else ends.limit_b
     if not (ends.whole_a and ends.whole_b) and (len(a) == len(b) or not short_whole):

@@ -1,4 +1,4 @@
-"""Explaining a divergence: controls, grafts, the float64 oracle, verdicts.
+"""Explaining a divergence: controls, patches, the float64 oracle, verdicts.
 
 ``Verdict`` and what it is made of need no model; ``explain`` runs one, and loads MLX on first use.
 """

@@ -1,4 +1,4 @@
-"""A case: two runs that are to be explained, what parted them, and the engines that run them again."""
+"""A case: two runs that are to be explained, where they diverged, and the engines that run them again."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Case:
     """Two runs, recorded, and their divergence; every control is a function of it.
 
     ``engines`` are the opened engines of both sides, one where one serves both: re-runs use these very objects, so that a
-    fault in one of them is there again. ``plants`` are the faults that were put into a and into b, for tests.
+    fault in one of them is there again. ``injected_faults`` are the faults that were put into a and into b, for tests.
     ``reopens`` says that an engine can be opened anew by what its scenario says. ``repeats`` is how often ``repeat`` runs
     each side.
     """
@@ -47,7 +47,7 @@ class Case:
     engines: Mapping[Side, Engine]
     budget: Budget = field(default_factory=Budget)
     progress: Progress | None = None
-    plants: Faults = ((), ())
+    injected_faults: Faults = ((), ())
     reopens: bool = False
     repeats: int = REPEATS
     known: dict[str, Any] = field(default_factory=dict)
@@ -67,7 +67,7 @@ class Case:
         draft: Any = None,
         budget: Budget | int | None = None,
         progress: Progress | None = None,
-        plants: Faults = ((), ()),
+        injected_faults: Faults = ((), ()),
         repeats: int = REPEATS,
     ) -> Case:
         """Record what is given as a scenario, and compare, unless the ``divergence`` of two traces is known.
@@ -88,7 +88,7 @@ class Case:
         try:
             traces = []
             for given, scenario, opened, faults, name in zip(
-                (a, b), scenarios, engines, plants, "ab", strict=True
+                (a, b), scenarios, engines, injected_faults, "ab", strict=True
             ):
                 if isinstance(given, Trace):
                     traces.append(given)
@@ -108,7 +108,7 @@ class Case:
             {"a": engines[0], "b": engines[1]},
             budget if isinstance(budget, Budget) else Budget(budget),
             progress,
-            plants,
+            injected_faults,
             reopens=loaded is None and (engine is None or isinstance(engine, tuple)),
             repeats=repeats,
             _folder=folder,
@@ -123,7 +123,7 @@ class Case:
         return self.a if side == "a" else self.b
 
     def faults(self, side: Side) -> tuple[Any, ...]:
-        return self.plants[0] if side == "a" else self.plants[1]
+        return self.injected_faults[0] if side == "a" else self.injected_faults[1]
 
     def engine(self, side: Side) -> Engine:
         return self.engines[side]
@@ -178,15 +178,15 @@ class Case:
     def focus(self) -> RequestDivergence:
         """The request that controls look at: the first to flip in b, else the one with the first origin.
 
-        Raises CannotRun where nothing parted.
+        Raises CannotRun where nothing diverged.
         """
-        parted = [request for request in self.divergence.requests if request.rung is not None]
-        if not parted:
-            raise CannotRun("the two runs do not part")
-        flipped = [request for request in parted if request.flip is not None]
+        diverged = [request for request in self.divergence.requests if request.stage is not None]
+        if not diverged:
+            raise CannotRun("the two runs do not diverge")
+        flipped = [request for request in diverged if request.flip is not None]
         if flipped:
             return min(flipped, key=_flipped_in)
-        return next((r for r in parted if r.id == self.divergence.first), parted[0])
+        return next((r for r in diverged if r.id == self.divergence.first), diverged[0])
 
     def number(self, side: Side, request: str) -> int:
         """A request's number in a side's run, by its id."""

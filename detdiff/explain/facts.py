@@ -143,9 +143,9 @@ class Facts:
         return "not_run" if found is None else found.result
 
     @property
-    def parted(self) -> tuple[RequestDivergence, ...]:
+    def diverged(self) -> tuple[RequestDivergence, ...]:
         """The requests that part."""
-        return () if self.divergence is None else tuple(r for r in self.divergence.requests if r.rung)
+        return () if self.divergence is None else tuple(r for r in self.divergence.requests if r.stage)
 
     @property
     def first(self) -> RequestDivergence | None:
@@ -222,7 +222,7 @@ class Facts:
             min((forward for _, forward in side), default=None)
             for side in (self.recorded.quantised_a, self.recorded.quantised_b)
         ]
-        origins = [request.origin for request in self.parted if request.origin is not None]
+        origins = [request.origin for request in self.diverged if request.origin is not None]
         return any(
             all(
                 forward is None or at <= forward
@@ -249,13 +249,13 @@ class Facts:
     @property
     def chosen_otherwise(self) -> tuple[RequestDivergence, ...]:
         """Requests whose every compared digest is equal up to a token that differs, where nothing else parts."""
-        if any(request.differing for request in self.parted) or self.divergence is None:
+        if any(request.differing for request in self.diverged) or self.divergence is None:
             return ()
         if any({"logits", "sites"} & run.lacks.keys() for run in (self.divergence.a, self.divergence.b)):
             # Nothing that led to the token was compared, so that its choice is not what is left.
             return ()
         return tuple(
-            request for request in self.parted if request.rung == "tokens" or request.flip is not None
+            request for request in self.diverged if request.stage == "tokens" or request.flip is not None
         )
 
     @property
@@ -288,7 +288,7 @@ class Facts:
             or request.cache_entry is not None
             or any(margin.margin_a != margin.margin_b for margin in request.margins)
             or any(count.kind in ("head", "logits") for count in request.origins)
-            for request in self.parted
+            for request in self.diverged
         )
 
     @property
@@ -296,7 +296,7 @@ class Facts:
         """First origins, by request, at which a cache was read otherwise than it was written."""
         return tuple(
             (request.id, request.origin)
-            for request in self.parted
+            for request in self.diverged
             if request.origin is not None
             and request.origin.how in ("changed", "visible")
             and request.origin.layer not in self.recorded.unknown
@@ -356,7 +356,7 @@ def _evidence(facts: Facts) -> Iterator[Evidence]:
             {"run": run, "request": request, "index": index},
         )
     if facts.origin is not None and facts.first is not None:
-        yield _birth(facts.first.id, facts.origin)
+        yield _origin(facts.first.id, facts.origin)
     for each in divergence.requests:
         if each.verification is not None:
             yield from _speculation(each.id, each.verification)
@@ -393,9 +393,9 @@ def _proposals(request: str, a: int | None, b: int | None) -> Evidence:
     return Evidence("proposals", said, {"request": request, "a": a, "b": b, "equal": a == b})
 
 
-def _birth(request: str, origin: Origin) -> Evidence:
+def _origin(request: str, origin: Origin) -> Evidence:
     said = (
-        f"the first difference is born at {origin.site} ({origin.kind}), position {origin.position} of {request}, where "
+        f"the first origin is {origin.site} ({origin.kind}), position {origin.position} of {request}, where "
         f"inputs are bit-equal: {seen(origin, 'a')} in a, {seen(origin, 'b')} in b"
     )
     detail = {
@@ -405,7 +405,7 @@ def _birth(request: str, origin: Origin) -> Evidence:
             "rule_a", "rule_b",
         )
     }  # fmt: skip
-    return Evidence("birth", said, {"request": request, **detail})
+    return Evidence("origin", said, {"request": request, **detail})
 
 
 def _list(numbers: Sequence[int]) -> str:

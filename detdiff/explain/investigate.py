@@ -48,7 +48,7 @@ def explain(
     progress: Progress | None = None,
     on_control: OnControl | None = None,
 ) -> Verdict:
-    """Why run ``b`` parts from run ``a``: traces, which are run again where a control needs it, or scenarios.
+    """Why run ``b`` diverges from run ``a``: traces, which are run again where a control needs it, or scenarios.
 
     ``controls`` names those to run, all of them whatever the first ones give; None runs them in ``ORDER`` and ends where
     the rules are sure. ``budget`` limits the re-runs. ``engine`` runs both sides, where it is opened already: an engine, a pair of them, an

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from detdiff.errors import OracleRefused
 
 from .bounds import Bounded, Linear, Switch
-from .origins import Born, significant
+from .origins import OriginRow, significant
 from .roundings import UNIT, Arithmetic, Float64, numbers
 
 # A side is nearer if its root mean square error is at most this share of the other's, and as many elements are nearer
@@ -231,7 +231,7 @@ Side = tuple[Float64, Arithmetic, Judgement]
 class Judged:
     """Origins of one site in one pair of forwards: the operation, and each side's output, arithmetic and judgement."""
 
-    born: list[Born]
+    origin_rows: list[OriginRow]
     operation: Operation
     a: Side
     b: Side
@@ -240,8 +240,8 @@ class Judged:
         """Which rows of a side have an element outside the bound, bool [rows]."""
         output, arithmetic, judgement = self.a if run == "a" else self.b
         if judgement.inside:
-            return np.zeros(len(self.born), np.bool_)
-        beyond = self._beyond(output, arithmetic, judgement).reshape(len(self.born), -1)
+            return np.zeros(len(self.origin_rows), np.bool_)
+        beyond = self._beyond(output, arithmetic, judgement).reshape(len(self.origin_rows), -1)
         return np.asarray(beyond.any(axis=1))
 
     def _beyond(self, output: Float64, arithmetic: Arithmetic, judgement: Judgement) -> NDArray[np.bool_]:
@@ -287,7 +287,7 @@ class Judged:
 class Outside:
     """A row outside its bound. ``bits``: the operands' significant bits that would explain it."""
 
-    born: Born
+    origin_row: OriginRow
     run: str
     path: str
     worst: float
@@ -306,9 +306,9 @@ class Outside:
         elif "columns" in self.places:
             first, last = self.places["columns"]
             where = f", columns {first} to {last}"
-        forward = self.born.forward_a if self.run == "a" else self.born.forward_b
+        forward = self.origin_row.forward_a if self.run == "a" else self.origin_row.forward_b
         return (
-            f"{self.born.site.name} ({self.born.site.kind}{where}), position {self.born.position} of {self.born.request}, is off "
+            f"{self.origin_row.site.name} ({self.origin_row.site.kind}{where}), position {self.origin_row.position} of {self.origin_row.request}, is off "
             f"float64 by {size} in run {self.run}, forward {forward}, on {self.path}"
         )
 
@@ -321,16 +321,16 @@ class Scores:
         self._judged: list[Judged] = []
         self._outside: list[Outside] = []
         self._skipped: Counter[str] = Counter()
-        self._changed: list[Born] = []
+        self._changed: list[OriginRow] = []
         self._inside = {"a": 0, "b": 0}
 
-    def skip(self, born: Born, why: str) -> None:
+    def skip(self, origin_row: OriginRow, why: str) -> None:
         """An origin that cannot be judged."""
         self._skipped[why] += 1
 
-    def changed(self, born: Born) -> None:
+    def changed(self, origin_row: OriginRow) -> None:
         """An entry that was read otherwise than it was written: copying has a bound of zero."""
-        self._changed.append(born)
+        self._changed.append(origin_row)
 
     def add(self, judged: Judged) -> None:
         """Judged origins of one site."""
@@ -344,7 +344,7 @@ class Scores:
             for n in np.flatnonzero(outside).tolist():
                 self._outside.append(
                     Outside(
-                        judged.born[n],
+                        judged.origin_rows[n],
                         run,
                         arithmetic.path,
                         judgement.worst,
@@ -363,13 +363,13 @@ class Scores:
 
     def first_outside(self) -> Outside | None:
         """The first in execution order that no lower precision explains, else the first."""
-        order = sorted(self._outside, key=lambda each: each.born.forward_a)
+        order = sorted(self._outside, key=lambda each: each.origin_row.forward_a)
         return next((each for each in order if each.bits is None), order[0] if order else None)
 
     def _pairs(self) -> dict[tuple[str, str | None, str | None], list[Judged]]:
         pairs: dict[tuple[str, str | None, str | None], list[Judged]] = {}
         for judged in self._judged:
-            pairs.setdefault(judged.born[0].group, []).append(judged)
+            pairs.setdefault(judged.origin_rows[0].group, []).append(judged)
         return pairs
 
     def _nearer(self, judged: Sequence[Judged]) -> Sides:
@@ -409,7 +409,7 @@ class Scores:
         pairs = [self._pair(*item) for item in self._pairs().items()]
         return {
             "origins": self._total,
-            "judged": sum(len(each.born) for each in self._judged) + len(self._changed),
+            "judged": sum(len(each.origin_rows) for each in self._judged) + len(self._changed),
             "inside_a": self._inside["a"],
             "inside_b": self._inside["b"],
             "outside_a": sum(each.run == "a" for each in self._outside),
@@ -452,7 +452,7 @@ class Scores:
             "kind": kind,
             "path_a": path_a,
             "path_b": path_b,
-            "judged": sum(len(each.born) for each in judged),
+            "judged": sum(len(each.origin_rows) for each in judged),
             "worst_a": _finite(worst[0]),
             "worst_b": _finite(worst[1]),
             "precision_a": names[0],
@@ -466,7 +466,7 @@ class Scores:
 
     def said(self) -> str:
         """The answer in a few sentences."""
-        judged = sum(len(each.born) for each in self._judged)
+        judged = sum(len(each.origin_rows) for each in self._judged)
         which = f"all {judged} origins" if judged == self._total else f"{judged} of {self._total:,} origins"
         if judged < self._total:
             which += " (the first of each site kind and path pair, evenly spread ones, the largest)"
@@ -502,13 +502,13 @@ class Scores:
 
 def _where(each: Outside) -> dict[str, Any]:
     return {
-        "site": each.born.site.name,
-        "kind": each.born.site.kind,
-        "layer": each.born.site.layer,
-        "request": each.born.request,
-        "position": each.born.position,
+        "site": each.origin_row.site.name,
+        "kind": each.origin_row.site.kind,
+        "layer": each.origin_row.site.layer,
+        "request": each.origin_row.request,
+        "position": each.origin_row.position,
         "run": each.run,
-        "forward": each.born.forward_a if each.run == "a" else each.born.forward_b,
+        "forward": each.origin_row.forward_a if each.run == "a" else each.origin_row.forward_b,
         "path": each.path,
         "worst": _finite(each.worst),
         "bits": each.bits,

@@ -25,11 +25,11 @@ Int64 = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Born:
+class OriginRow:
     """One origin: ``site`` of the request with id ``request`` at ``position``, in these forwards and calls.
 
     ``row_a`` and ``row_b`` are places in each trace's row index. ``how`` is as in a divergence's origin; for a difference
-    born between two sites it is ``composite`` and ``site`` the first that shows it.
+    arising between two sites it is ``composite`` and ``site`` the first that shows it.
     """
 
     site: Site
@@ -61,7 +61,7 @@ class _Listing(Tally):
         self.claimed.append((place, rows.copy(), at.copy()))
 
 
-def origins(a: Trace, b: Trace) -> list[Born]:
+def origins(a: Trace, b: Trace) -> list[OriginRow]:
     """All of them, in run A's execution order. Raises NothingComparable."""
     pairing = pair_requests(a, b)
     ports = CommonPorts.of(a, b)
@@ -87,12 +87,12 @@ def origins(a: Trace, b: Trace) -> list[Born]:
         late[found.row, found.place] = found.how
         tally.claim(found.place, np.array([found.row]), np.array([rules.place_of(found)]), forward_a)
     maker = _Maker(runs, ports, pairs, [(pair.id, pair.a, pair.b) for pair in pairing.pairs], late)
-    born = [
-        (int(forward_a[row]), int(where), int(row), maker.born(place, int(row), int(where)))
+    in_order = [
+        (int(forward_a[row]), int(where), int(row), maker.origin_row(place, int(row), int(where)))
         for place, rows, at in tally.claimed
         for row, where in zip(rows.tolist(), at.tolist(), strict=True)
     ]
-    return [each for *_, each in sorted(born, key=lambda item: item[:3])]
+    return [each for *_, each in sorted(in_order, key=lambda item: item[:3])]
 
 
 class _Maker:
@@ -106,7 +106,7 @@ class _Maker:
     ) -> None:
         self._runs, self._ports, self._pairs, self._requests, self._late = runs, ports, pairs, requests, late
 
-    def born(self, place: int, row: int, at: int) -> Born:
+    def origin_row(self, place: int, row: int, at: int) -> OriginRow:
         leaf = place != ROOT and not self._ports.sites[place].descendants
         how = self._late.get((row, place), "leaf" if leaf else "composite")
         site = self._ports.sites[at if place == ROOT else place]
@@ -115,7 +115,7 @@ class _Maker:
         row_a, row_b = int(self._pairs.a[row]), int(self._pairs.b[row])
         forward_a = int(self._runs.a.row_index().forward[row_a])
         forward_b = int(self._runs.b.row_index().forward[row_b])
-        return Born(
+        return OriginRow(
             site.site,
             how,
             request,

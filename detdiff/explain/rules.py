@@ -35,7 +35,7 @@ def _nothing(facts: Facts) -> bool:
     return facts.divergence is None
 
 
-def _race(facts: Facts) -> bool:
+def _nondeterminism(facts: Facts) -> bool:
     return facts.result("repeat") == "differs"
 
 
@@ -75,7 +75,7 @@ def _quantised_apart(facts: Facts) -> bool:
     return (
         facts.quantised_apart
         and not facts.before_quantisation
-        and facts.result("policy") == "removed"
+        and facts.result("configuration") == "removed"
         and facts.result("repeat") == "equal"
     )
 
@@ -105,7 +105,9 @@ def _outside(facts: Facts) -> bool:
 
 def _held(facts: Facts) -> bool:
     """A path change whose cause was tried: held, it makes no difference; repeated, neither side changes."""
-    held = facts.path_change and facts.result("hold_path") == "removed" and facts.result("repeat") == "equal"
+    held = (
+        facts.path_change and facts.result("pin_kernels") == "removed" and facts.result("repeat") == "equal"
+    )
     # What never reached a cache or a logit is not seen to go.
     return held and facts.shows
 
@@ -136,7 +138,7 @@ RULES: Final[tuple[Rule, ...]] = (
         "served-before",
         "the same scenario gave other bits on an engine that has served nothing than on one that has, or its first request did "
         "when it was asked again at the end",
-        "race",
+        "nondeterminism",
         _served,
         sentences.say_served,
         ("fresh",),
@@ -146,11 +148,11 @@ RULES: Final[tuple[Rule, ...]] = (
     Rule(
         "repeat",
         "the same scenario, run again, gave other bits",
-        "race",
-        _race,
-        sentences.say_race,
+        "nondeterminism",
+        _nondeterminism,
+        sentences.say_nondeterminism,
         ("repeat",),
-        sentences.advise_race,
+        sentences.advise_nondeterminism,
         stops=("fresh",),
     ),
     Rule(
@@ -217,11 +219,11 @@ RULES: Final[tuple[Rule, ...]] = (
         "settings",
         "the sides were asked for caches quantised otherwise; or every digest up to a flip is bit-equal and the request's "
         "sampling or limits differ",
-        "policy",
+        "configuration",
         _asked_otherwise,
         sentences.say_asked_otherwise,
         ("settings",),
-        sentences.advise_policy,
+        sentences.advise_configuration,
         stops=("repeat",),
     ),
     Rule(
@@ -237,12 +239,12 @@ RULES: Final[tuple[Rule, ...]] = (
         "quantised",
         "the runs quantised the cache at different positions, no origin is before that, a repeat is equal, and without "
         "quantisation nothing differs",
-        "policy",
+        "configuration",
         _quantised_apart,
         sentences.say_quantised_apart,
-        ("quantised", "policy", "repeat"),
-        sentences.advise_policy,
-        stops=("repeat", "policy"),
+        ("quantised", "configuration", "repeat"),
+        sentences.advise_configuration,
+        stops=("repeat", "configuration"),
     ),
     Rule(
         "leak",
@@ -260,7 +262,7 @@ RULES: Final[tuple[Rule, ...]] = (
         "bug",
         _read_otherwise,
         sentences.say_read_otherwise,
-        ("birth", "repeat"),
+        ("origin", "repeat"),
         sentences.advise_bug,
     ),
     Rule(
@@ -270,7 +272,7 @@ RULES: Final[tuple[Rule, ...]] = (
         "bug",
         _outside,
         sentences.say_outside,
-        ("birth", "oracle", "repeat"),
+        ("origin", "oracle", "repeat"),
         sentences.advise_bug,
     ),
     Rule(
@@ -280,7 +282,7 @@ RULES: Final[tuple[Rule, ...]] = (
         "numerics",
         _precision,
         sentences.say_precision,
-        ("birth", "hold_path", "oracle", "repeat"),
+        ("origin", "pin_kernels", "oracle", "repeat"),
         sentences.advise_precision,
     ),
     Rule(
@@ -290,7 +292,7 @@ RULES: Final[tuple[Rule, ...]] = (
         "numerics",
         _worse,
         sentences.say_worse,
-        ("birth", "hold_path", "oracle", "repeat"),
+        ("origin", "pin_kernels", "oracle", "repeat"),
         sentences.advise_worse,
     ),
     Rule(
@@ -299,7 +301,7 @@ RULES: Final[tuple[Rule, ...]] = (
         "numerics",
         _path,
         sentences.say_path,
-        ("birth", "hold_path", "oracle", "repeat"),
+        ("origin", "pin_kernels", "oracle", "repeat"),
         sentences.advise_path,
     ),
     Rule(

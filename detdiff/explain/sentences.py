@@ -49,7 +49,7 @@ def say_observed(facts: Facts) -> str:
     )
 
 
-def say_race(facts: Facts) -> str:
+def say_nondeterminism(facts: Facts) -> str:
     return (
         "Run-to-run change: the same scenario, run again on the same model, gave other bits. Nothing about batching or kernel "
         f"paths follows from these two runs. {_said(facts, 'repeat')}"
@@ -97,7 +97,7 @@ def say_incomplete(facts: Facts) -> str:
 def say_asked_otherwise(facts: Facts) -> str:
     found = [*facts.settings, *(finding.detail for finding in facts.asked_otherwise)]
     return (
-        f"A difference of policy: the two sides were asked for different things ({'; '.join(found[:4])}), which changes what is "
+        f"A difference of configuration: the two sides were asked for different things ({'; '.join(found[:4])}), which changes what is "
         "computed by itself."
     )
 
@@ -108,8 +108,8 @@ def say_quantised_apart(facts: Facts) -> str:
         for side in (facts.recorded.quantised_a, facts.recorded.quantised_b)
     ]
     return (
-        f"A difference of policy: the cache was quantised from position {places[0]} in a and from {places[1]} in b, so that rows "
-        f"between the two read exact entries in one run and quantised ones in the other. {_said(facts, 'policy')}"
+        f"A difference of configuration: the cache was quantised from position {places[0]} in a and from {places[1]} in b, so that rows "
+        f"between the two read exact entries in one run and quantised ones in the other. {_said(facts, 'configuration')}"
     )
 
 
@@ -239,7 +239,7 @@ def advise_path(facts: Facts) -> str:
     cost = pinned and pinned.cost
     more = f" Here that cost: {cost}." if cost else ""
     return (
-        f"Where the text must not depend on the batch, hold the path: {how}.{more} `detdiff probe` measures on your machine at "
+        f"Where the text must not depend on the batch, pin the kernels: {how}.{more} `detdiff probe` measures on your machine at "
         "which number of rows the bits change and what each number costs."
     )
 
@@ -257,7 +257,7 @@ def advise_precision(facts: Facts) -> str:
     )
 
 
-def advise_race(facts: Facts) -> str:
+def advise_nondeterminism(facts: Facts) -> str:
     return (
         "Look for what is not fixed between two runs: threads that add in the order they finish, atomics, random numbers "
         "without a seed, memory that is read before it is written. Compare batch compositions only once a repeat is equal."
@@ -279,14 +279,14 @@ def advise_observed(facts: Facts) -> str:
     repeated = facts.figures(Repeated)
     if repeated is None or facts.result("repeat") == "equal":
         return "Record the run again with fewer sites; what recording changes is a fault of the recording, not of the model."
-    return advise_race(facts)
+    return advise_nondeterminism(facts)
 
 
 def advise_bug(facts: Facts) -> str:
     return "Do not look at this as numerics: neither a tolerance nor a held path makes it right, even where a held path hides it."
 
 
-def advise_policy(facts: Facts) -> str:
+def advise_configuration(facts: Facts) -> str:
     return "Give both sides the same settings, or quantise the cache at the same position, and compare again."
 
 
@@ -299,7 +299,7 @@ def left_out(facts: Facts) -> tuple[str, ...]:
 
 
 def missing(facts: Facts) -> tuple[str, ...]:
-    """What a verdict of numerics, policy or a bug would need and does not have."""
+    """What a verdict of numerics, configuration or a bug would need and does not have."""
     found = []
     if facts.origin is None:
         found.append("an origin: no operation was found whose inputs are equal and whose outputs are not")
@@ -311,7 +311,7 @@ def missing(facts: Facts) -> tuple[str, ...]:
         found.append(
             "an effect: no token, cache entry or logit differs, so nothing shows whether a held path takes the difference away"
         )
-    for control, wanted in (("repeat", "equal"), ("hold_path", "removed"), ("oracle", "inside")):
+    for control, wanted in (("repeat", "equal"), ("pin_kernels", "removed"), ("oracle", "inside")):
         result = facts.result(control)
         if result == "not_run":
             why = facts.controls[control].said if control in facts.controls else "it was not asked for"
@@ -319,6 +319,6 @@ def missing(facts: Facts) -> tuple[str, ...]:
         elif result != wanted:
             found.append(f"the control {control} gave {result}, not {wanted}")
     found += [what for what in left_out(facts) if what not in found]
-    if facts.quantised_apart and facts.result("policy") != "removed":
-        found.append("that the difference goes with the cache's quantisation (control policy)")
+    if facts.quantised_apart and facts.result("configuration") != "removed":
+        found.append("that the difference goes with the cache's quantisation (control configuration)")
     return tuple(found)

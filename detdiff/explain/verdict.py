@@ -12,8 +12,15 @@ from detdiff.compare.divergence import Divergence
 from .control import Control
 from .fragility import Fragility
 
-Kind = Literal["identical", "numerics", "bug", "policy", "race", "undetermined"]
-KINDS: Final[tuple[Kind, ...]] = ("identical", "numerics", "bug", "policy", "race", "undetermined")
+Kind = Literal["identical", "numerics", "bug", "configuration", "nondeterminism", "undetermined"]
+KINDS: Final[tuple[Kind, ...]] = (
+    "identical",
+    "numerics",
+    "bug",
+    "configuration",
+    "nondeterminism",
+    "undetermined",
+)
 
 
 @dataclass(frozen=True)
@@ -34,7 +41,7 @@ class Verdict:
     """What kind of difference it is. ``rule`` names the row of the table of rules that decided.
 
     ``said`` is the verdict in a sentence or two and ``advice`` what to do about it, empty where nothing is to be done.
-    ``missing`` says, for ``undetermined``, what was not known. ``inconclusive`` is true where nothing parted and not
+    ``missing`` says, for ``undetermined``, what was not known. ``inconclusive`` is true where nothing diverged and not
     everything could be compared, or nothing was comparable; ``divergence`` is None only in that last case. ``fragile`` are
     the tokens of run a up to each flip, those nearest to another choice first; empty where nothing moved.
     """

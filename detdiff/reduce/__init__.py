@@ -1,4 +1,4 @@
-"""Reducing a pair of runs: the smallest pair of scenarios that still parts in the same way.
+"""Reducing a pair of runs: the smallest pair of scenarios that still diverges in the same way.
 
 ``reduce`` runs models, and loads MLX on first use.
 """

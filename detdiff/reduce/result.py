@@ -19,11 +19,11 @@ _LAYER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 @dataclass(frozen=True)
 class DivergenceKind:
-    """The rung, the site of the first origin with the kernel path of each side (None: no origin was found), the first
+    """The stage, the site of the first origin with the kernel path of each side (None: no origin was found), the first
     finding of the bookkeeping that no rounding can make, whether a token flipped, and whether anything that is compared of
     re-runs differs (a cache entry, a logit, a token)."""
 
-    rung: str
+    stage: str
     site: str | None
     kind: str | None
     path_a: str | None
@@ -34,15 +34,15 @@ class DivergenceKind:
 
     @classmethod
     def of(cls, divergence: Divergence) -> DivergenceKind | None:
-        """None where nothing parted."""
-        if divergence.rung is None:
+        """None where nothing diverged."""
+        if divergence.stage is None:
             return None
         found = first_request(divergence)
         origin = None if found is None else found.origin
         facts = Facts(divergence)
         contradictions = facts.contradictions
         return cls(
-            divergence.rung,
+            divergence.stage,
             None if origin is None else origin.site,
             None if origin is None else origin.kind,
             None if origin is None else origin.path_a,
@@ -53,12 +53,12 @@ class DivergenceKind:
         )
 
     def alike(self, other: DivergenceKind, *, flip: bool, layers: bool) -> bool:
-        """Whether ``other`` parts in the same way: with a flip if ``flip`` asks for one; with ``layers`` in whatever layer."""
+        """Whether ``other`` diverges in the same way: with a flip if ``flip`` asks for one; with ``layers`` in whatever layer."""
         sites = (self.site, other.site)
         if layers:
             sites = tuple(None if site is None else _LAYER.sub("*", site) for site in sites)  # type: ignore[assignment]
-        same = (self.rung, self.path_a, self.path_b, self.contradiction)
-        if same != (other.rung, other.path_a, other.path_b, other.contradiction) or sites[0] != sites[1]:
+        same = (self.stage, self.path_a, self.path_b, self.contradiction)
+        if same != (other.stage, other.path_a, other.path_b, other.contradiction) or sites[0] != sites[1]:
             return False
         if self.shows and not other.shows:
             return False
@@ -74,10 +74,10 @@ class DivergenceKind:
 
 
 def first_request(divergence: Divergence) -> RequestDivergence | None:
-    """The request with the earliest origin, or else the first that parts; None where none does."""
-    parted = [request for request in divergence.requests if request.rung is not None]
-    first = next((request for request in parted if request.id == divergence.first), None)
-    return first or next(iter(parted), None)
+    """The request with the earliest origin, or else the first that diverges; None where none does."""
+    diverged = [request for request in divergence.requests if request.stage is not None]
+    first = next((request for request in diverged if request.id == divergence.first), None)
+    return first or next(iter(diverged), None)
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Outcome:
     """``kind`` is None where the two runs do not diverge, or could not be run or compared: ``why`` says so then.
 
     ``needed`` are limits for generated tokens by request id, smallest first: as many as it takes to reach the first
-    origin, the bookkeeping's finding and the flip, and at last somewhat more. ``first_request`` is the request that parts first.
+    origin, the bookkeeping's finding and the flip, and at last somewhat more. ``first_request`` is the request that diverges first.
     """
 
     rows: int
@@ -99,7 +99,7 @@ class Outcome:
         rows = len(a.row_index().request) + len(b.row_index().request)
         kind = DivergenceKind.of(divergence)
         if kind is None:
-            return cls(rows, None, why="the two runs do not part")
+            return cls(rows, None, why="the two runs do not diverge")
         first = first_request(divergence)
         return cls(rows, kind, _needed(a, b, divergence), None if first is None else first.id)
 
@@ -145,7 +145,7 @@ def _needed(a: Trace, b: Trace, divergence: Divergence) -> tuple[dict[str, int],
         ends.append(_Ends(at if finding.run != "b" else None, at if finding.run != "a" else None))
     limits = [_limits(a, b, end) for end in ends]
     together = {id: max(each[id] for each in limits) for id in limits[0]} if limits else {}
-    # A difference that is born in a last row may reach nothing that lasts; and drafts are fewer near a request's end.
+    # A difference that arises in a last row may reach nothing that lasts; and drafts are fewer near a request's end.
     further = {id: limit + max(1, _drafts(a, b)) for id, limit in together.items()}
     found: list[dict[str, int]] = []
     for each in sorted([*limits, together, further], key=lambda each: sum(each.values())):
@@ -183,7 +183,7 @@ class ReduceOptions:
 
 @dataclass(frozen=True)
 class Step:
-    """A pair that parts in the same way and is smaller than the one before; step 0 is the original.
+    """A pair that diverges in the same way and is smaller than the one before; step 0 is the original.
 
     ``said`` is what was done. ``rows`` counts the rows of both runs, ``prompt_tokens`` and ``max_tokens`` are sums over
     the ``requests`` of side a. ``layers`` is the number of layers of a random-weight twin, None without one. ``key`` tells

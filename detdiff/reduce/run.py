@@ -1,4 +1,4 @@
-"""reduce: two runs in, the smallest pair of scenarios that still parts in the same way out."""
+"""reduce: two runs in, the smallest pair of scenarios that still diverges in the same way out."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def reduce(
     on_step: OnStep | None = None,
     options: ReduceOptions | None = None,
 ) -> Reduction:
-    """The smallest pair of scenarios whose runs part as those of ``a`` and ``b`` do: the same verdict, the same rung, the
+    """The smallest pair of scenarios whose runs diverge as those of ``a`` and ``b`` do: the same verdict, the same stage, the
     same site of the first origin on the same kernel paths, the same finding of the bookkeeping.
 
     ``a`` and ``b`` are traces, scenarios, or paths of either; a trace is run again from its scenario. ``folder`` is new, or
@@ -49,7 +49,7 @@ def reduce(
     included. ``progress`` is called with tokens so far and at most of each run, ``on_step`` with each step that was not in
     the folder yet.
 
-    Raises NothingToReduce where the runs do not part, ReductionOfAnotherCase and ReductionFolderUnusable, and what reading,
+    Raises NothingToReduce where the runs do not diverge, ReductionOfAnotherCase and ReductionFolderUnusable, and what reading,
     loading and running raise. An interrupt leaves the folder as it was after the last step.
     """
     options = options or ReduceOptions()
@@ -94,12 +94,12 @@ def _started(trials: Trials, start: Candidate, step: Any, options: ReduceOptions
     search = Search(trials, start, step, flip=options.keep_flip)
     if search.original is None:
         raise NothingToReduce(
-            f"There is nothing to reduce: {search.answer.why or 'the two runs do not part'}, each recorded anew on this machine. "
+            f"There is nothing to reduce: {search.answer.why or 'the two runs do not diverge'}, each recorded anew on this machine. "
             "Expected two runs that part; `detdiff compare` shows what was compared."
         )
     if options.keep_flip and not search.original.flip:
         raise NothingToReduce(
-            "There is no flip to keep: the two runs part in bits, and every token is equal. Reduce them without keeping a flip, or "
+            "There is no flip to keep: the two runs diverge in bits, and every token is equal. Reduce them without keeping a flip, or "
             "let them generate more tokens."
         )
     return search

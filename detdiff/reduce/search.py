@@ -45,7 +45,7 @@ NEIGHBOURS: Final = 12
 CHUNKS: Final = 4
 """Into how many pieces a prompt is cut, of which some may go."""
 SEEDS: Final = 8
-"""Seeds of a random-weight twin that are tried before it is given up: with other weights, rounding is born at other sites."""
+"""Seeds of a random-weight twin that are tried before it is given up: with other weights, rounding is origin at other sites."""
 
 
 class Search:
@@ -75,7 +75,7 @@ class Search:
         self._kind, self._rule = self._trials.verdict(self.now)
         self._on_step("the pair as it was given", self.now, self.answer)
         try:
-            self._phase("no tokens after the point where they part", lambda now, holds: now)
+            self._phase("no tokens after the point where they diverge", lambda now, holds: now)
             self._phase("fewer requests", self._requests)
             self._rounds()
             if layers is not None and self._phase("random weights", _twins):
@@ -140,7 +140,7 @@ class Search:
     def _looks_alike(self, candidate: Candidate) -> bool:
         if candidate == self.now:
             return True
-        if candidate.a == candidate.b and self._kind != "race":
+        if candidate.a == candidate.b and self._kind != "nondeterminism":
             return False
         found = self._trials.answer(candidate)
         if found.kind is None or self._original is None or found.rows > self.answer.rows:
@@ -155,7 +155,7 @@ class Search:
         return kind == self._kind and (kind != "undetermined" or rule == self._rule)
 
     def _requests(self, now: Candidate, holds: Holds) -> Candidate:
-        """The request that parts first alone, then with one neighbour, then the smallest set."""
+        """The request that diverges first alone, then with one neighbour, then the smallest set."""
         first = self._trials.answer(now).first_request or now.ids[0]
         others = [id for id in now.ids if id != first]
 

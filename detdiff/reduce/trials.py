@@ -37,7 +37,7 @@ from .pair import TWIN, TWIN_DRAFT, Candidate, Twin, short_toml
 from .result import Outcome, Step
 
 CASE, TRIED, STEPS = "case.json", "tried.jsonl", "steps.jsonl"
-SCHEMA = "detdiff.reduction/1"
+SCHEMA = "detdiff.reduction/2"
 
 
 class ReductionFolder:

@@ -85,21 +85,23 @@ def _kind(divergence: Divergence | None, verdict: Verdict | None) -> str:
 
 
 def _differences(divergence: Divergence, verdict: Verdict | None, series: Series | None) -> list[Section]:
-    """The flip, the birth, the carriers; each page goes through the requests that parted."""
-    parted = [request for request in divergence.requests if request.rung is not None]
-    flip, birth, carried = Page(), Page(), Page()
-    finding_lines(birth, divergence)
-    for request in parted:
+    """The flip, the origin, the differing cache entries; each page goes through the requests that diverged."""
+    diverged = [request for request in divergence.requests if request.stage is not None]
+    flip, origin, carried = Page(), Page(), Page()
+    finding_lines(origin, divergence)
+    for request in diverged:
         name = f"request {named(request.id)}"
         if request.text is not None:
             flip.prose(
-                f"{name}: parts in {request.rung}; another text from character {request.text.index} on"
+                f"{name}: diverges in {request.stage}; another text from character {request.text.index} on"
             )
         elif request.flip is None:
             tokens = count(min(request.generated_a, request.generated_b), "generated token")
-            flip.prose(f"{name}: parts in {request.rung}; no flip within its {tokens}")
+            flip.prose(f"{name}: diverges in {request.stage}; no flip within its {tokens}")
         else:
-            flip.prose(f"{name}: parts in {request.rung} and flips at generated token {request.flip.index}")
+            flip.prose(
+                f"{name}: diverges in {request.stage} and flips at generated token {request.flip.index}"
+            )
         flip.add(*_side_by_side(series, request))
         if request.flip is not None and request.text is None:
             flip_lines(flip, request, request.flip)
@@ -111,20 +113,20 @@ def _differences(divergence: Divergence, verdict: Verdict | None, series: Series
             if each.fact == "proposals" and each.detail.get("request") == request.id:
                 flip.item("  draft: ", passage(each.said))
         speculation_lines(flip, request)
-        birth.prose(f"{name}:")
-        _born_section(birth, divergence, request, series)
-        if request.cache_entry is not None or request.carriers is not None:
+        origin.prose(f"{name}:")
+        _origin_section(origin, divergence, request, series)
+        if request.cache_entry is not None or request.differing_entries is not None:
             carried.prose(f"{name}:")
             cache_lines(carried, request)
     lacking_lines(flip, divergence, "tokens", "logits")
-    lacking_lines(birth, divergence, "sites", "inputs", "rows_seen", "kernel_paths")
+    lacking_lines(origin, divergence, "sites", "inputs", "rows_seen", "kernel_paths")
     lacking_lines(carried, divergence, "cache")
-    flips = any(request.flip is not None or request.text is not None for request in parted)
+    flips = any(request.flip is not None or request.text is not None for request in diverged)
     title = "The flip" if flips else "No token flips"
     return [
         Section("flip", title, flip.blocks),
-        Section("birth", "Where it was born", birth.blocks),
-        Section("carriers", "What carried it", carried.blocks),
+        Section("origin", "Where it arose", origin.blocks),
+        Section("differing_entries", "What carried it", carried.blocks),
     ]
 
 
@@ -140,21 +142,21 @@ def _sampling(page: Page, divergence: Divergence, request: RequestDivergence) ->
             page.item(f"    {run}: ", words or "greedy")
 
 
-def _born_section(
+def _origin_section(
     page: Page, divergence: Divergence, request: RequestDivergence, series: Series | None
 ) -> None:
     if request.origin is None:
         if divergence.across_models:
-            page.item("  birth: ", "the weights are two, so nothing is an origin")
+            page.item("  origin: ", "the weights are two, so nothing is an origin")
         elif not any("sites" in run.lacks for run in (divergence.a, divergence.b)):
-            page.item("  birth: ", "no origin could be named")
+            page.item("  origin: ", "no origin could be named")
     else:
         origin_lines(page, request.origin)
         chunk_lines(page, request)
     origin_count_lines(page, request)
     if series is not None:
         found = [each for each in series.requests if each.id == request.id]
-        page.add(*_views("birth", [Subject(series, each, None) for each in found]))
+        page.add(*_views("origin", [Subject(series, each, None) for each in found]))
 
 
 def _verdict_sections(verdict: Verdict) -> list[Section]:
@@ -193,7 +195,7 @@ def _picture_sections(
     divergence: Divergence, verdict: Verdict | None, series: Series | None
 ) -> list[Section]:
     """A section for each that a view names, beside those that have words of their own."""
-    titles = dict(kind.section for kind in VIEWS.values() if kind.section[0] != "birth")
+    titles = dict(kind.section for kind in VIEWS.values() if kind.section[0] != "origin")
     pages = {id: Page() for id in titles}
     if series is None:
         for request in divergence.requests:

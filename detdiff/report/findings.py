@@ -20,7 +20,6 @@ from detdiff.explain.verdict import Verdict
 
 from .document import Page
 from .words import (
-    birth,
     composition,
     count,
     decisive,
@@ -28,6 +27,7 @@ from .words import (
     layer,
     named,
     number,
+    origin_words,
     passage,
     runs_of,
     short_path,
@@ -49,7 +49,7 @@ def finding_lines(page: Page, divergence: Divergence) -> None:
 
 def compared_lines(page: Page, divergence: Divergence) -> None:
     """What is equal, what was compared and what was not, events of the caches, and notes."""
-    alike = [request for request in divergence.requests if request.rung is None]
+    alike = [request for request in divergence.requests if request.stage is None]
     if alike:
         names = ", ".join(named(request.id) for request in alike)
         rows = sum(request.rows for request in alike)
@@ -65,8 +65,8 @@ def compared_lines(page: Page, divergence: Divergence) -> None:
 _KINDS: Final = {
     "numerics": "Rounding",
     "bug": "A bug",
-    "policy": "A difference of policy",
-    "race": "Runs that do not repeat",
+    "configuration": "A difference of configuration",
+    "nondeterminism": "Runs that do not repeat",
     "undetermined": "Cause undetermined",
 }
 
@@ -83,7 +83,7 @@ def headline(divergence: Divergence | None, verdict: Verdict | None = None) -> s
         what = _amount(divergence)
         return f"Inconclusive: {what} compared and none differs, but not everything could be compared."
     first = next((r for r in divergence.requests if r.id == divergence.first), None)
-    return f"{lead or 'The runs part'}: {_parted(divergence)}{_first_origin(divergence, first)}{_enough(verdict)}."
+    return f"{lead or 'The runs diverge'}: {_diverged(divergence)}{_first_origin(divergence, first)}{_enough(verdict)}."
 
 
 def _amount(divergence: Divergence) -> str:
@@ -96,11 +96,11 @@ def _amount(divergence: Divergence) -> str:
 
 def _enough(verdict: Verdict | None) -> str:
     """The smallest set of path changes that still gives a flip; the first origin need not be in it."""
-    relax = None if verdict is None else verdict.control("relax")
-    if relax is None or relax.result != "smallest":
+    minimal_change = None if verdict is None else verdict.control("minimal_change")
+    if minimal_change is None or minimal_change.result != "smallest":
         return ""
-    found, of = relax.detail.get("smallest"), relax.detail.get("effective")
-    target = str(relax.detail.get("target", ""))
+    found, of = minimal_change.detail.get("smallest"), minimal_change.detail.get("effective")
+    target = str(minimal_change.detail.get("target", ""))
     if (
         not target.startswith("the flip")
         or not isinstance(found, list | tuple)
@@ -114,7 +114,7 @@ def _enough(verdict: Verdict | None) -> str:
     return f"; of {of} path changes {len(found)} {enough} for {named(target)}, {first} {named(str(site))} in forward {forward}"
 
 
-def _parted(divergence: Divergence) -> str:
+def _diverged(divergence: Divergence) -> str:
     flipped = [each for each in divergence.requests if each.flip is not None or each.text is not None]
     if not flipped:
         scores = any(each.scores is not None and each.scores.differing for each in divergence.requests)
@@ -138,14 +138,14 @@ def _flips(request: RequestDivergence) -> str:
 
 def _first_origin(divergence: Divergence, first: RequestDivergence | None) -> str:
     if divergence.across_models:
-        return "; the weights are two, so nothing is born anywhere"
+        return "; the weights are two, so nothing arises anywhere"
     lacking = next((run.lacks["sites"] for run in (divergence.a, divergence.b) if "sites" in run.lacks), None)
     if lacking is not None and (first is None or first.origin is None):
-        return f"; where it was born cannot be said, as sites are not shown: {passage(lacking)}"
+        return f"; where it arose cannot be said, as sites are not shown: {passage(lacking)}"
     if first is None or first.origin is None:
-        return f"; the earliest rung that parts is {divergence.rung}, and no origin could be named"
+        return f"; the earliest stage that diverges is {divergence.stage}, and no origin could be named"
     origin = first.origin
-    where = f"; born at {named(origin.site)}, position {origin.position} of {named(first.id)}"
+    where = f"; origin at {named(origin.site)}, position {origin.position} of {named(first.id)}"
     if origin.path_a == origin.path_b:
         return where
     a, b = short_path(origin.path_a), short_path(origin.path_b)
@@ -218,7 +218,7 @@ def origin_count_lines(page: Page, request: RequestDivergence) -> None:
 
 
 def cache_lines(page: Page, request: RequestDivergence) -> None:
-    """The first cache entry that differs, and the carriers."""
+    """The first cache entry that differs, and the differing cache entries."""
     if request.cache_entry is not None:
         entry = request.cache_entry
         page.item(
@@ -231,18 +231,18 @@ def cache_lines(page: Page, request: RequestDivergence) -> None:
                 page.item("    ", f"stored anew in another form in {run}, after forward {forward}")
         if entry.magnitude is not None:
             page.item("    ", size(entry.magnitude))
-    if request.carriers is not None:
-        carriers = request.carriers
+    if request.differing_entries is not None:
+        differing_entries = request.differing_entries
         alive = "alive at the flip" if request.flip is not None else "alive at the end"
         where = (
-            f", over positions {spans(carriers.positions)} and layers {spans(runs_of(carriers.layers))}"
-            if carriers.count
+            f", over positions {spans(differing_entries.positions)} and layers {spans(runs_of(differing_entries.layers))}"
+            if differing_entries.count
             else ""
         )
         page.item(
-            "  carriers: ",
-            f"{carriers.count:,} of {count(carriers.entries, 'cache entry', 'cache entries')} {alive} (position "
-            f"{carriers.alive_at}) differ{where}",
+            "  differing cache entries: ",
+            f"{differing_entries.count:,} of {count(differing_entries.entries, 'cache entry', 'cache entries')} {alive} (position "
+            f"{differing_entries.alive_at}) differ{where}",
         )
 
 
@@ -258,7 +258,7 @@ def lacking_lines(page: Page, divergence: Divergence, *what: str) -> None:
 
 
 def outcome_lines(page: Page, request: RequestDivergence) -> None:
-    """Where texts part that have no tokens, how far the scores of equal tokens are apart, and what is not finite."""
+    """Where texts diverge that have no tokens, how far the scores of equal tokens are apart, and what is not finite."""
     if request.text is not None:
         text = request.text
         page.item(
@@ -326,7 +326,7 @@ def _outside(flip: Flip) -> str:
 
 
 def flip_forward_lines(page: Page, request: RequestDivergence) -> None:
-    """Who was in the flip's own forward, on which paths, and what was born there."""
+    """Who was in the flip's own forward, on which paths, and what arose there."""
     forward = request.flip_forward
     if forward is None:
         return
@@ -360,10 +360,10 @@ def _top_rows(a: Choice, b: Choice) -> Iterator[list[str]]:
 
 
 def origin_lines(page: Page, origin: Origin) -> None:
-    """The birth: site, forwards, kernel paths and the rules that chose them."""
+    """The origin: site, forwards, kernel paths and the rules that chose them."""
     page.item(
-        "  birth: ",
-        f"{named(origin.site)} ({named(origin.kind)}, {layer(origin.layer)}), position {origin.position}: {birth(origin)}",
+        "  origin: ",
+        f"{named(origin.site)} ({named(origin.kind)}, {layer(origin.layer)}), position {origin.position}: {origin_words(origin)}",
     )
     for run, found, path, rule, rows, second_last in (
         ("a", origin.composition_a, origin.path_a, origin.rule_a, origin.rows_a, origin.second_last_a),
@@ -494,13 +494,13 @@ def speculation_lines(page: Page, request: RequestDivergence) -> None:
             page.item(f"    {run}: ", _verified(verified))
     draft = request.draft
     if draft is not None and draft.differing:
-        first = "; born there before the target differs" if draft.first else ""
+        first = "; arising there before the target differs" if draft.first else ""
         page.item("  draft model: ", f"{count(draft.differing, 'digest')} of its rows differ{first}")
         if draft.origin is not None and draft.origin != request.origin:
             origin = draft.origin
             page.item(
-                "    birth: ",
-                f"{named(origin.site)} ({named(origin.kind)}), position {origin.position}: {birth(origin)}",
+                "    origin: ",
+                f"{named(origin.site)} ({named(origin.kind)}), position {origin.position}: {origin_words(origin)}",
             )
 
 

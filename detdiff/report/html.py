@@ -417,17 +417,17 @@ class Fact:
 
 
 def facts(report: Report) -> tuple[Fact, ...]:
-    """The earliest origin, and the first request that flips; what was compared where nothing parts."""
+    """The earliest origin, and the first request that flips; what was compared where nothing diverges."""
     divergence = report.divergence
     if divergence is None:
         return ()
-    parted = [each for each in divergence.requests if each.rung is not None]
+    diverged = [each for each in divergence.requests if each.stage is not None]
     made: list[Fact | None] = [_compared_fact(divergence)]
-    if parted:
-        first = next((each for each in parted if each.id == divergence.first), parted[0])
-        flipped = [each for each in (first, *parted) if each.flip is not None]
+    if diverged:
+        first = next((each for each in diverged if each.id == divergence.first), diverged[0])
+        flipped = [each for each in (first, *diverged) if each.flip is not None]
         end = flipped[0] if flipped else first
-        made = [_born_fact(first), _carried_fact(end), _flipped_fact(end)]
+        made = [_origin_fact(first), _carried_fact(end), _flipped_fact(end)]
     return tuple(fact for fact in made if fact is not None and report.section(fact.section) is not None)
 
 
@@ -437,10 +437,10 @@ def _compared_fact(divergence: Divergence) -> Fact:
     return Fact("compared", "Compared", count(found.digests, "digest"), details)
 
 
-def _born_fact(request: RequestDivergence) -> Fact:
+def _origin_fact(request: RequestDivergence) -> Fact:
     origin = request.origin
     if origin is None:
-        return Fact("birth", "Born", "no origin could be named", (f"parts in {request.rung}",))
+        return Fact("origin", "Origin", "no origin could be named", (f"diverges in {request.stage}",))
     details = [f"position {origin.position} of {named(request.id)}"]
     if origin.path_a != origin.path_b:
         rows = ["?" if n is None else count(n, "row") for n in (origin.rows_a, origin.rows_b)]
@@ -448,21 +448,23 @@ def _born_fact(request: RequestDivergence) -> Fact:
         details.append(f"b: {rows[1]}, {short_path(origin.path_b)}")
     else:
         details.append(f"{short_path(origin.path_a)} in both")
-    return Fact("birth", "Born", named(origin.site), tuple(details))
+    return Fact("origin", "Origin", named(origin.site), tuple(details))
 
 
 def _carried_fact(request: RequestDivergence) -> Fact | None:
-    found = request.carriers
+    found = request.differing_entries
     if found is None:
         return None
     if not found.count:
-        return Fact("carriers", "Carried", "by no cache entry", (f"{found.entries:,} compared, all equal",))
+        return Fact(
+            "differing_entries", "Carried", "by no cache entry", (f"{found.entries:,} compared, all equal",)
+        )
     details = (
         f"of {found.entries:,} alive at position {found.alive_at} of {named(request.id)}",
         f"positions {spans(found.positions)}",
         f"layers {spans(runs_of(found.layers))}",
     )
-    return Fact("carriers", "Carried", count(found.count, "cache entry", "cache entries"), details)
+    return Fact("differing_entries", "Carried", count(found.count, "cache entry", "cache entries"), details)
 
 
 def _flipped_fact(request: RequestDivergence) -> Fact:

@@ -12,7 +12,16 @@ from .document import Report, Table
 from .text import table_lines
 from .words import count, named
 
-KINDS = ("bug", "race", "numerics", "policy", "undetermined", "different", "inconclusive", "identical")
+KINDS = (
+    "bug",
+    "nondeterminism",
+    "numerics",
+    "configuration",
+    "undetermined",
+    "different",
+    "inconclusive",
+    "identical",
+)
 """What needs attention first comes first."""
 
 
@@ -21,7 +30,7 @@ class Entry:
     """One comparison, ``name`` is the user's word for it, ``a`` and ``b`` name its runs.
 
     ``page`` is the path of its report, relative to the index, None where there is none. ``flips`` of ``requests``
-    compared requests flip; ``born`` is the site of the first origin, empty where there is none. Texts are as they are
+    compared requests flip; ``origin`` is the site of the first origin, empty where there is none. Texts are as they are
     in the trace and the folder, not yet escaped, but for the headline.
     """
 
@@ -32,7 +41,7 @@ class Entry:
     headline: str
     flips: int
     requests: int
-    born: str
+    origin: str
     page: str | None = None
 
     @classmethod
@@ -50,7 +59,7 @@ class Entry:
             headline=report.headline,
             flips=sum(each.flip is not None for each in divergence.requests),
             requests=divergence.compared.requests,
-            born="" if first is None or first.origin is None else first.origin.site,
+            origin="" if first is None or first.origin is None else first.origin.site,
             page=page,
         )
 
@@ -85,11 +94,11 @@ def index_text(entries: Sequence[Entry], *, width: int = 100) -> str:
             named(each.b) or "-",
             each.kind,
             f"{each.flips:,} of {each.requests:,}",
-            named(each.born) or "-",
+            named(each.origin) or "-",
         )
         for each in _ordered(entries)
     )
-    table = Table(("comparison", "a", "b", "verdict", "flips", "born at"), rows)
+    table = Table(("comparison", "a", "b", "verdict", "flips", "origin at"), rows)
     return "\n".join((summary(entries), "", *table_lines(table, max(40, width)))) + "\n"
 
 

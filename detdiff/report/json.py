@@ -24,7 +24,7 @@ from detdiff.explain.verdict import Evidence, Verdict
 from .document import Block, Report, Section, Texts, View
 from .words import NAME, named
 
-DIVERGENCE = "detdiff.divergence/1"
+DIVERGENCE = "detdiff.divergence/2"
 
 
 def to_json(divergence: Divergence) -> dict[str, Any]:
@@ -45,7 +45,7 @@ def encoded(value: Any) -> Any:
     return value
 
 
-VERDICT = "detdiff.verdict/1"
+VERDICT = "detdiff.verdict/2"
 
 
 def verdict_json(verdict: Verdict) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def _control(control: Control) -> dict[str, Any]:
     }
 
 
-REPORT: Final = "detdiff.report/1"
+REPORT: Final = "detdiff.report/2"
 _LINE = 160
 """Characters of a value that stands on one line."""
 

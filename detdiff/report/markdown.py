@@ -223,7 +223,7 @@ _SPECIAL: Final = re.compile(
     | (?P<escaped>[\\`*\[\]|~]
         | (?<![^\W_])_|_(?![^\W_]))  # an underscore inside a word is no markup
     | (?P<dollar>\$)
-    | (?P<parted>{_LINKED})
+    | (?P<diverged>{_LINKED})
     """,
     re.VERBOSE | re.IGNORECASE,
 )
@@ -256,8 +256,8 @@ def cell(text: str) -> str:
 
 def in_html(text: str) -> str:
     """``text`` inside an HTML element, where Markdown is not read; GitHub still looks for mentions and links there."""
-    parted = _PARTED.sub(lambda found: f"{found[0]}\0", text)
-    return html.escape(parted, quote=True).replace("\0", _BREAK)
+    diverged = _PARTED.sub(lambda found: f"{found[0]}\0", text)
+    return html.escape(diverged, quote=True).replace("\0", _BREAK)
 
 
 def fenced(text: str, language: str = "") -> str:

@@ -91,13 +91,13 @@ def layer(n: int | None) -> str:
     return "outside the layers" if n is None else f"layer {n}"
 
 
-def birth(origin: Origin) -> str:
+def origin_words(origin: Origin) -> str:
     """What happened at an origin, in a clause."""
     if origin.how == "leaf":
         return "its inputs are bit-equal and its outputs are not"
     if origin.how == "composite":
         if len(origin.between) > 1:
-            return f"born between {named(origin.between[0])} (equal) and {named(origin.between[1])} (not)"
+            return f"arising between {named(origin.between[0])} (equal) and {named(origin.between[1])} (not)"
         return "its inputs and all sites inside are bit-equal and its outputs are not"
     if origin.how == "changed":
         return "a cache entry was read otherwise than it was written"

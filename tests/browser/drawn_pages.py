@@ -12,7 +12,7 @@ from detdiff.report.html import html
 from detdiff.report.saved import read_saved
 
 GOLDEN = Path(__file__).resolve().parent.parent / "report" / "golden"
-NAMES = ("reference", "kernel-switch", "bug", "policy", "identical", "inconclusive")
+NAMES = ("reference", "kernel-switch", "bug", "configuration", "identical", "inconclusive")
 
 
 def report(name: str) -> Report:
@@ -35,5 +35,5 @@ def drawing(series: Series) -> Report:
         views.append(View("margins", "Each token's margin.", request.id))
         if request.lens:
             views.append(View("lens", "Where the preference turned.", request.id))
-    sections = (Section("birth", "Where it was born", tuple(views)),)
-    return Report("different", "The runs part", "", sections, None, None, series, "")
+    sections = (Section("origin", "Where it arose", tuple(views)),)
+    return Report("different", "The runs diverge", "", sections, None, None, series, "")

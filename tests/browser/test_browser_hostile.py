@@ -93,19 +93,21 @@ def test_hostile_series_are_drawn_and_told_as_text(show: Any) -> None:
     assert opened.page.evaluate("document.documentElement.scrollWidth") == 360
 
 
-def test_a_policy_stands_behind_the_escapes(show: Any) -> None:
+def test_a_configuration_stands_behind_the_escapes(show: Any) -> None:
     opened = show(html(report("bug")))
     opened.page.evaluate(
         """() => {
           const script = document.createElement("script");
-          script.textContent = "window.planted = true";
+          script.textContent = "window.injected = true";
           document.body.append(script);
           document.body.append(Object.assign(new Image(), { src: "https://example.org/x.png" }));
         }"""
     )
     opened.page.wait_for_function("() => document.images[0].complete")
-    assert opened.page.evaluate("window.planted") is None
-    assert len(opened.trouble) == 2 and all("Content Security Policy" in said for said in opened.trouble)
+    assert opened.page.evaluate("window.injected") is None
+    assert len(opened.trouble) == 2 and all(
+        "Content Security Configuration" in said for said in opened.trouble
+    )
     opened.trouble.clear()
 
 

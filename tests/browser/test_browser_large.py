@@ -36,18 +36,21 @@ def test_a_page_that_had_no_room_says_what_is_missing(show: Any, pages: dict[str
 
 def test_a_cell_of_many_positions_says_which_of_them_matter(show: Any, pages: dict[str, str]) -> None:
     request = large().requests[0]
-    born = request.prompt + 250
+    arising = request.prompt + 250
     opened = show(pages["usual"])
     opened.focus("map-0")
     opened.press("b")
     found = opened.values("map-0")
     first, last = map(int, found[""].rpartition("positions ")[2].split(" to "))
-    assert last - first == 20 and first <= born <= last
-    assert (found["state"], found["born at"]) == ("origin: born here", f"position {born}")
+    assert last - first == 20 and first <= arising <= last
+    assert (found["state"], found["origin at"]) == (
+        "origin: inputs equal, outputs not",
+        f"position {arising}",
+    )
     differing = int((request.layers.state[3, first : last + 1] > 1).sum())
     assert found["differ"] == f"{differing} of 21 positions"
     opened.press("Enter")
-    # The sites of the layer in which it was born are there position by position as well.
+    # The sites of the layer in which it arose are there position by position as well.
     what = opened.figure("map-0").get_by_role("combobox", name="Show")
     (near,) = [
         name
@@ -57,11 +60,11 @@ def test_a_cell_of_many_positions_says_which_of_them_matter(show: Any, pages: di
     what.select_option(label=near)
     assert opened.values("map-0")[""].startswith("layers.3.")
     opened.press("b")
-    assert opened.values("map-0")[""] == f"layers.3.attn.q_proj, position {born}"
+    assert opened.values("map-0")[""] == f"layers.3.attn.q_proj, position {arising}"
     opened.press("Escape")
-    assert opened.values("map-0")[""] == f"layer 3, position {born}"
+    assert opened.values("map-0")[""] == f"layer 3, position {arising}"
     state = request.layers.state[3]
-    for position in range(born + 1, born + 9):
+    for position in range(arising + 1, arising + 9):
         opened.press("ArrowRight")
         assert opened.values("map-0")["state"].startswith(
             ("not compared", "bit-equal", "propagated", "origin")[state[position]]
@@ -69,11 +72,11 @@ def test_a_cell_of_many_positions_says_which_of_them_matter(show: Any, pages: di
 
 
 def test_a_column_of_many_forwards_tells_of_the_one_that_is_marked(show: Any, pages: dict[str, str]) -> None:
-    birth = large().requests[0].birth_forwards
-    assert birth is not None
+    origin = large().requests[0].origin_forwards
+    assert origin is not None
     opened = show(pages["usual"])
     opened.focus("timeline-0")
     opened.press("ArrowDown", "b")
     found = opened.values("timeline-0")
-    assert (found["here"], found["forward"]) == ("the birth", str(birth[1]))
+    assert (found["here"], found["forward"]) == ("the origin", str(origin[1]))
     assert "64 prefill of follower, from position 0" in found["who"]

@@ -157,7 +157,17 @@ def test_every_text_has_contrast(show: Any, how: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["bug", "numerics", "policy", "race", "identical", "undetermined", "inconclusive", "different"]
+    "name",
+    [
+        "bug",
+        "numerics",
+        "configuration",
+        "nondeterminism",
+        "identical",
+        "undetermined",
+        "inconclusive",
+        "different",
+    ],
 )
 def test_every_badge_has_contrast(show: Any, name: str) -> None:
     for scheme in ("light", "dark"):

@@ -12,7 +12,12 @@ from series_samples import ENTRIES, MM, MV, SITES, small
 from detdiff.report.html import html
 from detdiff.report.views.map import ULP_STEPS
 
-STATES = ("not compared", "bit-equal", "propagated: its inputs differed already", "origin: born here")
+STATES = (
+    "not compared",
+    "bit-equal",
+    "propagated: its inputs differed already",
+    "origin: inputs equal, outputs not",
+)
 
 
 @pytest.fixture(scope="module")
@@ -83,10 +88,10 @@ def test_the_list_of_what_to_show_leads_everywhere(show: Any, views: str) -> Non
     what = opened.figure("map-0").get_by_role("combobox", name="Show")
     names = what.locator("option").all_text_contents()
     layers = [f"layer {n}" for n in range(4)]
-    # Those of the layer in which the first difference was born come first.
-    born = ["sites of layer 1", "cache entries of layer 1"]
+    # Those of the layer in which the first difference arose come first.
+    arising = ["sites of layer 1", "cache entries of layer 1"]
     every = [f"{part} of {layer}" for part in ("sites", "cache entries") for layer in layers]
-    assert names == ["all layers", *born, *(name for name in every if name not in born)]
+    assert names == ["all layers", *arising, *(name for name in every if name not in arising)]
     what.select_option(label="cache entries of layer 3")
     assert opened.values("map-0")[""].startswith("K head")
     what.select_option(label="sites of layer 0")
@@ -121,16 +126,16 @@ def test_the_map_tells_which_forward_ran_a_row_and_which_token_it_chose(show: An
 
 def test_the_map_goes_from_origin_to_origin(show: Any) -> None:
     request = report("reference").series.requests[0]  # type: ignore[union-attr]
-    born = sorted((int(p), int(r)) for r, p in np.argwhere(request.layers.state == 3))
-    assert len(born) > 2
+    arising = sorted((int(p), int(r)) for r, p in np.argwhere(request.layers.state == 3))
+    assert len(arising) > 2
     opened = show(page("reference"))
     opened.focus("map-0")
     opened.press("Home", *["ArrowUp"] * 30)
-    for position, row in born:
+    for position, row in arising:
         opened.press("n")
         assert opened.values("map-0")[""] == f"{request.layers.rows[row]}, position {position}"
     opened.press("p")
-    position, row = born[-2]
+    position, row = arising[-2]
     assert opened.values("map-0")[""] == f"{request.layers.rows[row]}, position {position}"
 
 
@@ -211,14 +216,14 @@ def test_the_timeline_says_what_every_forward_was(show: Any, views: str) -> None
         opened.press("ArrowDown")
 
 
-def test_the_timeline_goes_to_birth_flip_and_events(show: Any, views: str) -> None:
+def test_the_timeline_goes_to_origin_flip_and_events(show: Any, views: str) -> None:
     opened = show(views)
     opened.focus("timeline-0")
     opened.press("f")
     assert opened.values("timeline-0")[""] == "Run a, 8 forwards, forward 4"
     opened.press("ArrowDown", "b")
     found = opened.values("timeline-0")
-    assert (found[""], found["here"]) == ("Run b, 6 forwards, forward 2", "the birth")
+    assert (found[""], found["here"]) == ("Run b, 6 forwards, forward 2", "the origin")
     opened.press("e")
     assert opened.values("timeline-0")["events"] == "trim of anchor, 3 asked, 3 done"
     opened.press("e")

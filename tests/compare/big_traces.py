@@ -1,4 +1,4 @@
-"""A pair of long traces, written from whole arrays: a flip near the end, born in one row long before.
+"""A pair of long traces, written from whole arrays: a flip near the end, arising in one row long before.
 
 Run ``a`` runs the requests one after the other. In run ``b`` the follower's prompt shares a forward with one row of the
 anchor, whose linear calls take another kernel path there, in one layer with other bits. The row's cache entries differ

@@ -1,6 +1,6 @@
 """Small traces of a made-up model whose every port is a hash of what it was computed from.
 
-A planted fault changes one port of one row; everything computed from it changes by itself, as in a real model.
+An injected fault changes one port of one row; everything computed from it changes by itself, as in a real model.
 """
 
 from __future__ import annotations

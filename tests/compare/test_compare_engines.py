@@ -19,7 +19,7 @@ TOP = [[(5, 3.0), (6, 2.5)], [(6, 4.0), (5, 1.0)]]
 def test_tokens_alone_give_the_flip(tmp_path: Path) -> None:
     a, b = (answers(tmp_path / str(n), Answered(tokens)) for n, tokens in enumerate(([5, 6, 7], [5, 6, 8])))
     found = compare(a, b)
-    assert (found.identical, found.rung, found.compared.tokens, found.compared.digests) == (
+    assert (found.identical, found.stage, found.compared.tokens, found.compared.digests) == (
         False,
         "tokens",
         3,
@@ -28,7 +28,7 @@ def test_tokens_alone_give_the_flip(tmp_path: Path) -> None:
     (request,) = found.requests
     assert request.flip is not None
     assert (request.flip.index, request.flip.a.token, request.flip.b.token) == (2, 7, 8)
-    assert request.origin is None and request.carriers is None and request.logits_equal is None
+    assert request.origin is None and request.differing_entries is None and request.logits_equal is None
     assert "both runs: sites, cache entries and logits are not recorded: it gives tokens alone" in found.notes
     assert (found.a.engine, set(found.a.lacks)) == ("mine:engine", {"sites", "cache", "logits"})
     assert len(series(a, b, found).requests) == 1
@@ -58,7 +58,7 @@ def test_log_probabilities_that_moved_are_a_difference_in_float32(tmp_path: Path
     a = answers(tmp_path / "a", Answered([5, 6], [[(5, -0.25)], [(6, -1.5)]]))
     b = answers(tmp_path / "b", Answered([5, 6], [[(5, -0.25)], [(6, -1.53)]]))
     found = compare(a, b)
-    assert (found.identical, found.rung) == (False, "bits")
+    assert (found.identical, found.stage) == (False, "bits")
     scores = found.requests[0].scores
     assert scores is not None and (scores.compared, scores.differing) == (2, 1)
     assert (scores.index, scores.token) == (1, 6)
@@ -95,7 +95,7 @@ def test_texts_alone_give_the_first_character(tmp_path: Path) -> None:
     )
     found = compare(a, b)
     text = found.requests[0].text
-    assert found.rung == "tokens" and text is not None
+    assert found.stage == "tokens" and text is not None
     assert (text.index, text.a, text.b) == (5, "at sat", "ow")
     assert compare(a, c).identical
     assert "both runs: token ids, sites and logits are not recorded: the server gives text" in found.notes
@@ -116,7 +116,7 @@ def test_taps_without_a_cache_name_the_first_site_once(tmp_path: Path) -> None:
     a = taps(tmp_path / "a", sound)
     b = taps(tmp_path / "b", {**sound, "layer0": (5, 66, 67, 68), "layer1": (9, 70, 71, 72)})
     (request,) = compare(a, b).requests
-    assert request.origin is not None and request.carriers is None
+    assert request.origin is not None and request.differing_entries is None
     assert (request.origin.site, request.origin.position) == ("layer0", 1)
     assert request.origin.between == ("embed.out", "layer0.out")
     assert [count.count for count in request.origins] == [1]
@@ -145,7 +145,7 @@ def test_two_models_are_compared_where_they_are_asked_for(tmp_path: Path) -> Non
         compare(a, b)
     found = compare(a, b, across_models=True)
     (request,) = found.requests
-    assert found.across_models and not found.identical and found.rung == "bits"
+    assert found.across_models and not found.identical and found.stage == "bits"
     assert request.origin is None and request.origins == () and found.first is None
     assert request.first_site is not None
     assert (request.first_site.site, request.first_site.position) == ("layers.1.norm1", 2)

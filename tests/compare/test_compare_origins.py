@@ -1,4 +1,4 @@
-"""Every kind of planted fault is named at the exact place; what follows from it is not."""
+"""Every kind of injected fault is named at the exact place; what follows from it is not."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def run(a: Plan, b: Plan) -> Divergence:
         return compare(write_trace(Path(work) / "a", a), write_trace(Path(work) / "b", b))
 
 
-def planted(*faults: Fault, plan: Plan = BATCHED, base: Plan = PLAN) -> Divergence:
+def injected(*faults: Fault, plan: Plan = BATCHED, base: Plan = PLAN) -> Divergence:
     return run(base, replace(plan, faults=faults))
 
 
@@ -39,19 +39,19 @@ def counted(divergence: Divergence) -> list[tuple[str, str, int | None, int]]:
 
 def test_without_a_fault_the_schedules_are_identical() -> None:
     found = run(PLAN, BATCHED)
-    assert (found.identical, found.inconclusive, found.rung, found.first) == (True, False, None, None)
+    assert (found.identical, found.inconclusive, found.stage, found.first) == (True, False, None, None)
     assert counted(found) == [] and all(r.identical and r.origin is None for r in found.requests)
     assert found.compared.rows == 10 + 4 + 5 + 2 and found.compared.differing == 0 < found.compared.digests
 
 
 def test_a_leaf_is_named_with_both_calls() -> None:
-    found = planted(Fault("layers.0.mlp.down", "out", 0, 7))
-    assert (found.identical, found.rung, found.first) == (False, "bits", "anchor")
+    found = injected(Fault("layers.0.mlp.down", "out", 0, 7))
+    assert (found.identical, found.stage, found.first) == (False, "bits", "anchor")
     anchor, follower = found.requests
     origin = anchor.origin
     assert origin is not None and origin.composition_b is not None
     assert (origin.site, origin.kind, origin.layer, origin.position) == ("layers.0.mlp.down", "linear", 0, 7)
-    assert (origin.how, origin.rung, origin.ports, origin.between) == ("leaf", "bits", ("out",), ())
+    assert (origin.how, origin.stage, origin.ports, origin.between) == ("leaf", "bits", ("out",), ())
     assert (origin.forward_a, origin.forward_b) == (0, 0)
     assert (origin.rows_a, origin.rows_b, origin.second_last_a, origin.second_last_b) == (10, 15, 10, 15)
     assert (origin.path_a, origin.path_b, origin.rule_b) == (
@@ -70,10 +70,12 @@ def test_a_leaf_is_named_with_both_calls() -> None:
 
 
 def test_what_comes_through_the_cache_is_not_an_origin() -> None:
-    found = planted(Fault("layers.0.attn.v_proj", "out", 0, 3))
+    found = injected(Fault("layers.0.attn.v_proj", "out", 0, 3))
     anchor = found.requests[0]
     assert counted(found) == [("anchor", "linear", 0, 1)]
-    assert anchor.growth is not None and anchor.carriers is not None and anchor.cache_entry is not None
+    assert (
+        anchor.growth is not None and anchor.differing_entries is not None and anchor.cache_entry is not None
+    )
     # Rows 4 to 13 differ by what they read; layer 1 then has differing entries from position 3 on.
     assert sum(g.differing > 0 for g in anchor.growth.positions) == 11
     assert (anchor.cache_entry.layer, anchor.cache_entry.kind, anchor.cache_entry.head) == (0, "V", 0)
@@ -82,8 +84,8 @@ def test_what_comes_through_the_cache_is_not_an_origin() -> None:
         0,
         0,
     )
-    assert anchor.carriers.layers == (0, 1) and anchor.carriers.positions == ((3, 13),)
-    assert anchor.carriers.count == 2 + 11 * 4 and anchor.carriers.entries == 2 * 14 * 4
+    assert anchor.differing_entries.layers == (0, 1) and anchor.differing_entries.positions == ((3, 13),)
+    assert anchor.differing_entries.count == 2 + 11 * 4 and anchor.differing_entries.entries == 2 * 14 * 4
 
 
 @pytest.mark.parametrize(
@@ -105,7 +107,7 @@ def test_what_comes_through_the_cache_is_not_an_origin() -> None:
 def test_between_two_sites_the_composite_is_named(
     fault: tuple[str, str], site: str, between: tuple[str, str]
 ) -> None:
-    found = planted(Fault(*fault, 0, 9))
+    found = injected(Fault(*fault, 0, 9))
     origin = found.requests[0].origin
     assert origin is not None
     assert (origin.site, origin.position, origin.how, origin.between) == (site, 9, "composite", between)
@@ -113,7 +115,7 @@ def test_between_two_sites_the_composite_is_named(
 
 
 def test_a_cache_that_stores_something_else_is_named() -> None:
-    found = planted(Fault("layers.1.attn.cache.write", "V.1", 1, 5)).request("follower")
+    found = injected(Fault("layers.1.attn.cache.write", "V.1", 1, 5)).request("follower")
     assert found.origin is not None and found.cache_entry is not None
     assert (found.origin.site, found.origin.how, found.origin.ports) == (
         "layers.1.attn.cache.write",
@@ -153,7 +155,7 @@ def test_an_entry_that_changed_after_its_write_is_named_once() -> None:
         1,
         4,
     )
-    assert found.rung == "bookkeeping"
+    assert found.stage == "bookkeeping"
     assert [(f.run, f.what, f.request, f.forward) for f in found.bookkeeping] == [
         ("b", "cache_changed", "anchor", 3)
     ]
@@ -167,13 +169,13 @@ def test_bookkeeping_that_is_wrong_alike_does_not_part() -> None:
 def test_a_wrong_offset_parts_before_any_bit_does() -> None:
     event = {"kind": "offset", "request": 0, "layer": 1, "expected": 11, "found": 12}
     found = run(PLAN, replace(PLAN, events={2: [event]}))
-    assert (found.identical, found.inconclusive, found.rung) == (False, False, "bookkeeping")
+    assert (found.identical, found.inconclusive, found.stage) == (False, False, "bookkeeping")
     assert found.bookkeeping[0].detail == "the cache of layer 1 is at offset 12, the row at 11"
 
 
 @pytest.mark.parametrize("port", [("layers.1.attn.cache.read", "written"), ("layers.1.attn.attention", "kv")])
 def test_a_row_that_sees_other_entries_is_an_origin(port: tuple[str, str]) -> None:
-    found = planted(Fault(*port, 0, 11)).requests[0]
+    found = injected(Fault(*port, 0, 11)).requests[0]
     assert found.origin is not None
     assert (found.origin.site, found.origin.how, found.origin.position) == (port[0], "visible", 11)
     assert sum(c.count for c in found.origins) == 1
@@ -182,8 +184,8 @@ def test_a_row_that_sees_other_entries_is_an_origin(port: tuple[str, str]) -> No
 def test_what_was_not_recorded_is_never_called_equal() -> None:
     hidden = frozenset({("layers.0.attn.attention", "kv"), ("layers.0.attn.cache.read", "written")})
     blind = replace(BATCHED, absent=hidden | {("layers.0.attn.cache.read", "read")})
-    found = planted(Fault("layers.0.attn.attention", "out", 0, 9), plan=blind)
-    assert found.rung == "bits" and found.requests[0].origin is None
+    found = injected(Fault("layers.0.attn.attention", "out", 0, 9), plan=blind)
+    assert found.stage == "bits" and found.requests[0].origin is None
     assert found.compared.unattributed > 0 and any("without a named origin" in note for note in found.notes)
 
 
@@ -197,18 +199,18 @@ RECURRENT_BATCHED = replace(BATCHED, recurrent=True)
 
 
 def test_a_recurrent_state_carries_on() -> None:
-    found = planted(Fault("layers.0.mixer.in_proj", "out", 0, 2), plan=RECURRENT_BATCHED, base=RECURRENT)
+    found = injected(Fault("layers.0.mixer.in_proj", "out", 0, 2), plan=RECURRENT_BATCHED, base=RECURRENT)
     assert counted(found) == [("anchor", "linear", 0, 1)]
     assert found.requests[0].origin is not None and found.requests[0].origin.position == 2
-    entry, carriers = found.requests[0].cache_entry, found.requests[0].carriers
+    entry, differing_entries = found.requests[0].cache_entry, found.requests[0].differing_entries
     # The prompt's rows share one forward, so the first differing entry is layer 0's state after its last row.
     assert entry is not None and (entry.layer, entry.kind, entry.head, entry.position) == (0, "state", 0, 9)
     # Of the states only the last one is alive; layer 1's entries differ from position 2 on.
-    assert carriers is not None and carriers.count == 1 + 12 * 4
+    assert differing_entries is not None and differing_entries.count == 1 + 12 * 4
 
 
-def test_a_difference_born_in_a_state_is_named_once() -> None:
-    found = planted(Fault("layers.0.mixer.state", "0", 0, 11), plan=RECURRENT_BATCHED, base=RECURRENT)
+def test_a_difference_arising_in_a_state_is_named_once() -> None:
+    found = injected(Fault("layers.0.mixer.state", "0", 0, 11), plan=RECURRENT_BATCHED, base=RECURRENT)
     origin = found.requests[0].origin
     assert origin is not None and counted(found) == [("anchor", "recurrent", 0, 1)]
     assert (origin.site, origin.how, origin.position) == ("layers.0.mixer", "composite", 11)
@@ -221,7 +223,7 @@ def test_first_is_by_execution_not_by_position_or_name() -> None:
         Fault("layers.0.attn.q_proj", "out", 0, 8),
         Fault("layers.0.mlp.up", "out", 1, 6),
     )
-    found = planted(*faults)
+    found = injected(*faults)
     origin = found.requests[0].origin
     # Both rows of the first are in one forward, and layer 0 runs before layer 1 does.
     assert origin is not None and (origin.site, origin.position) == ("layers.0.attn.q_proj", 8)
@@ -231,8 +233,8 @@ def test_first_is_by_execution_not_by_position_or_name() -> None:
 
 def test_shards_do_not_change_the_answer() -> None:
     fault = Fault("layers.1.attn.k_proj", "out", 0, 6)
-    small = planted(fault, plan=replace(BATCHED, shard_forwards=1), base=replace(PLAN, shard_forwards=2))
-    large = planted(fault)
+    small = injected(fault, plan=replace(BATCHED, shard_forwards=1), base=replace(PLAN, shard_forwards=2))
+    large = injected(fault)
     assert small.requests == large.requests and small.compared == large.compared
 
 
@@ -280,7 +282,7 @@ def test_any_single_fault_is_the_only_origin(data: Any, recurrent: bool) -> None
     site, port = data.draw(st.sampled_from(everywhere), label="port")
     fault = Fault(site, port, request, position)
     base, other = (RECURRENT, RECURRENT_BATCHED) if recurrent else (PLAN, BATCHED)
-    found = planted(fault, plan=other, base=base)
+    found = injected(fault, plan=other, base=base)
     assert found.first == ask.id
     origin = found.request(ask.id).origin
     assert origin is not None

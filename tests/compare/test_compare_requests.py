@@ -61,8 +61,8 @@ def test_a_flip_with_all_that_belongs_to_it(desk: Desk) -> None:
     assert anchor.flip_forward.composition_b is not None
     assert [m.request for m in anchor.flip_forward.composition_b.members] == ["anchor"]
     assert anchor.origin is not None and anchor.origin.position == 4
-    assert anchor.carriers is not None
-    assert (anchor.carriers.alive_at, anchor.carriers.positions) == (12, ((4, 12),))
+    assert anchor.differing_entries is not None
+    assert (anchor.differing_entries.alive_at, anchor.differing_entries.positions) == (12, ((4, 12),))
     # Rows 13 and 14 saw other tokens; the row that chose the flipped one is still compared.
     assert (found.compared.after_flip_a, found.compared.after_flip_b, anchor.rows) == (2, 2, 13)
     assert found.request("follower").identical and not found.identical and not found.inconclusive
@@ -89,7 +89,7 @@ def test_top_tokens_that_are_not_swapped(desk: Desk) -> None:
 def test_equal_digests_and_other_tokens(desk: Desk) -> None:
     found = desk.compare(PLAN, flipped(5))
     anchor = found.request("anchor")
-    assert (found.rung, found.identical, found.inconclusive) == ("tokens", False, False)
+    assert (found.stage, found.identical, found.inconclusive) == ("tokens", False, False)
     assert anchor.flip is not None and anchor.origin is None and anchor.inherited is False
     assert any("the tokens differ" in note for note in found.notes)
 
@@ -108,7 +108,7 @@ def test_a_run_that_stops_earlier_flips_in_length(desk: Desk) -> None:
 def test_fewer_tokens_asked_for_is_no_flip_and_no_pass(desk: Desk) -> None:
     short = (replace(ANCHOR, generated=ANCHOR.generated[:4]), OTHER)
     found = desk.compare(PLAN, Plan(short, serial(short)))
-    assert (found.identical, found.inconclusive, found.rung) == (False, True, None)
+    assert (found.identical, found.inconclusive, found.stage) == (False, True, None)
     assert found.request("anchor").flip is None and not found.request("anchor").identical
     assert [(f.what, f.request) for f in found.workload] == [("settings", "anchor")]
 
@@ -142,7 +142,7 @@ def test_some_requests_in_common(desk: Desk) -> None:
 def test_some_in_common_and_one_parts(desk: Desk) -> None:
     asks = (ANCHOR, replace(OTHER, id="else"))
     found = desk.compare(PLAN, Plan(asks, serial(asks), [Fault("norm", "out", 0, 3)]))
-    assert (found.identical, found.inconclusive, found.rung) == (False, False, "bits")
+    assert (found.identical, found.inconclusive, found.stage) == (False, False, "bits")
 
 
 def nothing(desk: Desk, a: Plan, b: Plan) -> str:
@@ -224,7 +224,7 @@ def test_a_trace_that_was_not_finished_is_no_pass(desk: Desk) -> None:
 def test_a_trace_that_was_not_finished_can_still_part(desk: Desk) -> None:
     cut = replace(PLAN, forwards=PLAN.forwards[:4], complete=False, faults=[Fault("norm", "out", 0, 3)])
     found = desk.compare(PLAN, cut)
-    assert (found.identical, found.inconclusive, found.rung) == (False, False, "bits")
+    assert (found.identical, found.inconclusive, found.stage) == (False, False, "bits")
 
 
 def test_a_row_that_was_fed_another_token(desk: Desk) -> None:
@@ -235,11 +235,11 @@ def test_a_row_that_was_fed_another_token(desk: Desk) -> None:
 
     odd = Odd(ANCHOR.id, ANCHOR.prompt, ANCHOR.generated)
     found = desk.compare(PLAN, replace(PLAN, asks=(odd, OTHER)))
-    assert (found.rung, found.identical, found.compared.token_differs) == ("workload", False, 1)
+    assert (found.stage, found.identical, found.compared.token_differs) == ("workload", False, 1)
     finding = found.workload[0]
     assert (finding.what, finding.request) == ("token_in", "anchor")
     assert "position 11 was fed token 31 in run a and 77 in run b" in finding.detail
-    assert found.request("anchor").rung == "workload"
+    assert found.request("anchor").stage == "workload"
 
 
 def test_a_divergence_has_no_truth_value(desk: Desk) -> None:

@@ -1,4 +1,4 @@
-"""Where traces hold values, the answer says how far they are apart, and on which rung they part."""
+"""Where traces hold values, the answer says how far they are apart, and on which stage they diverge."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def origin_of(found: Divergence) -> Origin:
 def test_the_origin_has_its_ulps(tmp_path: Path) -> None:
     a, b = write(tmp_path / "a", ports()), write(tmp_path / "b", ports(out=(bumped(3), "F32")))
     origin = origin_of(compare(a, b))
-    assert (origin.site, origin.rung) == ("layers.0.proj", "bits")
+    assert (origin.site, origin.stage) == ("layers.0.proj", "bits")
     size = origin.magnitude
     assert size is not None
     assert (size.elements, size.differing, size.max_ulp, size.worst) == (8, 1, 3, 3)
@@ -74,7 +74,7 @@ def test_the_origin_has_its_ulps(tmp_path: Path) -> None:
 def test_digests_alone_give_the_origin_without_a_size(tmp_path: Path) -> None:
     a, b = write(tmp_path / "a", ports()), write(tmp_path / "b", ports(out=(bumped(1), "F32")), values=False)
     origin = origin_of(compare(a, b))
-    assert (origin.site, origin.rung, origin.magnitude) == ("layers.0.proj", "bits", None)
+    assert (origin.site, origin.stage, origin.magnitude) == ("layers.0.proj", "bits", None)
 
 
 def test_the_cache_entry_and_the_flips_logits_have_sizes(tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_a_change_of_dtype_alone_is_named_as_that(tmp_path: Path, values: bool) 
     a = write(tmp_path / "a", ports(out=(OUTPUT, "F32")), values=values)
     b = write(tmp_path / "b", ports(out=(OUTPUT.view(np.uint32), "U32")), values=values)
     found = compare(a, b)
-    assert (found.rung, origin_of(found).rung, origin_of(found).site) == ("dtype", "dtype", "layers.0.proj")
+    assert (found.stage, origin_of(found).stage, origin_of(found).site) == ("dtype", "dtype", "layers.0.proj")
 
 
 def test_the_same_numbers_in_another_dtype_are_a_finding(tmp_path: Path) -> None:
@@ -101,14 +101,14 @@ def test_the_same_numbers_in_another_dtype_are_a_finding(tmp_path: Path) -> None
     a, b = write(tmp_path / "a", ports()), write(tmp_path / "b", ports(out=(half, "BF16")))
     origin = origin_of(compare(a, b))
     assert origin.magnitude is not None
-    assert (origin.rung, origin.magnitude.dtype_a, origin.magnitude.dtype_b) == ("dtype", "F32", "BF16")
+    assert (origin.stage, origin.magnitude.dtype_a, origin.magnitude.dtype_b) == ("dtype", "F32", "BF16")
     assert (origin.magnitude.max_ulp, origin.magnitude.max_abs, origin.magnitude.differing) == (None, 0.0, 0)
 
 
 def test_another_shape_is_named_as_that(tmp_path: Path) -> None:
     a, b = write(tmp_path / "a", ports()), write(tmp_path / "b", ports(out=(OUTPUT[:4], "F32")))
     origin = origin_of(compare(a, b))
-    assert origin.magnitude is not None and origin.rung == "shape"
+    assert origin.magnitude is not None and origin.stage == "shape"
     assert (origin.magnitude.shape_a, origin.magnitude.shape_b) == ((8,), (4,))
 
 

@@ -75,7 +75,7 @@ def check_against_digests(a: Trace, b: Trace, found: Divergence, drawn: Series) 
     left, right = by_hand(a), by_hand(b)
     for answer, request in zip(found.requests, drawn.requests, strict=True):
         number = [r["id"] for r in a.requests].index(answer.id)
-        born = 0
+        arising = 0
         for grid in request.sites:
             groups = [{name} for name in grid.rows]
             whole = request.layers.rows.index(grid.name)
@@ -90,9 +90,9 @@ def check_against_digests(a: Trace, b: Trace, found: Divergence, drawn: Series) 
                 together = cell(one, other, set(grid.rows))
                 assert request.layers.state[whole, position] == state.max()
                 assert request.layers.share[whole, position] == together[1]
-            born += int((grid.state == 3).sum())
+            arising += int((grid.state == 3).sum())
         # Each origin that the answer counts has its own cell.
-        assert born == sum(count.count for count in answer.origins)
+        assert arising == sum(count.count for count in answer.origins)
         sites = {site.name for site in a.sites}
         apart = sum(cell(left[number, p], right[number, p], sites)[0] == 2 for p in range(request.positions))
         assert int((request.layers.state > 1).any(axis=0).sum()) == apart
@@ -111,7 +111,7 @@ def test_every_cell_says_what_its_digests_say(data: Any, recurrent: bool) -> Non
         check_against_digests(*drawn(Path(folder), a, b))
 
 
-def test_the_planted_cell_is_the_origin_and_the_rest_follows(tmp_path: Path) -> None:
+def test_the_injected_cell_is_the_origin_and_the_rest_follows(tmp_path: Path) -> None:
     *_, found, made = drawn(
         tmp_path, PLAN, replace(BATCHED, faults=[Fault("layers.0.attn.v_proj", "out", 0, 4)])
     )
@@ -230,7 +230,7 @@ def of_big(pair: tuple[Trace, Trace]) -> tuple[Divergence, RequestSeries]:
     return found, series(*pair, found).requests[0]
 
 
-def test_the_big_pair_has_its_origin_its_flip_and_its_carriers(big: tuple[Trace, Trace]) -> None:
+def test_the_big_pair_has_its_origin_its_flip_and_its_differing_entries(big: tuple[Trace, Trace]) -> None:
     found, anchor = of_big(big)
     sizes = Big(300, 5, 13)
     row, layer = sizes.origin

@@ -60,8 +60,8 @@ def test_every_forward_is_there_with_its_rows(case: Case) -> None:
 
 def test_the_first_shared_forward_takes_the_other_path(case: Case) -> None:
     anchor = case.series.requests[0]
-    assert anchor.birth_forwards is not None
-    a, b = case.series.a[anchor.birth_forwards[0]], case.series.b[anchor.birth_forwards[1]]
+    assert anchor.origin_forwards is not None
+    a, b = case.series.a[anchor.origin_forwards[0]], case.series.b[anchor.origin_forwards[1]]
     assert a.members == (Member("anchor", "verify", 128, 4),)
     assert b.members == (Member("anchor", "verify", 128, 4), Member("follower", "prefill", 0, 121))
     assert (a.rows, b.rows, a.linear_path, b.linear_path) == (4, 125, MV, MM)
@@ -86,7 +86,7 @@ def test_trims_and_verifications_are_told_at_their_forward(case: Case) -> None:
             assert len(told) == len(happened) > 0
             for (forward, said), event in zip(told, happened, strict=True):
                 assert forward == event["forward"] and ids[event["request"]] in said
-    first = case.series.b[case.series.requests[0].birth_forwards[1]]  # type: ignore[index]
+    first = case.series.b[case.series.requests[0].origin_forwards[1]]  # type: ignore[index]
     assert first.events[-3:] == (
         "verify of anchor, 4 proposed, 0 accepted",
         "trim of anchor, 3 asked, 3 done",

@@ -150,14 +150,16 @@ def test_every_recorded_cell_has_the_distance_of_its_values(pair: Pair) -> None:
 
 
 def test_every_origin_of_a_full_trace_has_a_size(pair: Pair) -> None:
-    born = [
+    arising = [
         float(grid.ulp[n, position])
         for _, grid, n, _ in cells(pair)
         for position in np.flatnonzero(grid.state[n] == 3)
         if grid.ulp is not None
     ]
-    assert len(born) == sum(count.count for request in pair.found.requests for count in request.origins) > 0
-    assert np.isfinite(born).all() and min(born) > 0
+    assert (
+        len(arising) == sum(count.count for request in pair.found.requests for count in request.origins) > 0
+    )
+    assert np.isfinite(arising).all() and min(arising) > 0
 
 
 def test_a_layer_has_the_largest_distance_of_its_sites(pair: Pair) -> None:

@@ -12,7 +12,7 @@ from tiny import FORMATS, VOCAB
 
 from detdiff.compare import compare
 from detdiff.engines.mlx.record import RecordOptions
-from detdiff.engines.mlx.taps.faults import Plant
+from detdiff.engines.mlx.taps.faults import InjectedFault
 from detdiff.scenario import Scenario
 
 SEEDS = 20
@@ -62,7 +62,7 @@ def test_no_composition_matters(runs: Runs, arch: str, fmt: str, variant: str, s
     serial = runs.record(of, drawn(arch, seed, schedule="serial"))
     other = runs.record(of, drawn(arch, seed, **VARIANTS[variant]))
     found = compare(serial, other)
-    assert found.identical, [(r.id, r.rung, r.origin) for r in found.requests]
+    assert found.identical, [(r.id, r.stage, r.origin) for r in found.requests]
     assert sum(count.count for request in found.requests for count in request.origins) == 0
     assert found.compared.unattributed == 0 and not found.not_compared
     assert events(serial) == events(other) == []
@@ -77,9 +77,9 @@ def test_no_composition_matters(runs: Runs, arch: str, fmt: str, variant: str, s
 def test_a_fault_is_still_found(runs: Runs, seed: int) -> None:
     of = model("qwen3_moe", "q4")
     serial = runs.record(of, drawn("qwen3_moe", seed, schedule="serial"))
-    plant = Plant("layers.1.self_attn.attention", 1, 0, seed)
+    injected_fault = InjectedFault("layers.1.self_attn.attention", 1, 0, seed)
     asked = drawn("qwen3_moe", seed, **VARIANTS["continuous packed"])
-    found = compare(serial, runs.record(of, asked, RecordOptions(observe=0, faults=(plant,))))
+    found = compare(serial, runs.record(of, asked, RecordOptions(observe=0, faults=(injected_fault,))))
     (hit,) = [request for request in found.requests if request.origin is not None]
     assert hit.origin is not None
     assert (hit.id, hit.origin.site, hit.origin.position) == ("r1", "layers.1.self_attn.attention", 0)

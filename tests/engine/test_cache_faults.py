@@ -173,7 +173,7 @@ def test_an_offset_that_lies_is_an_event(
     divergence = compare(base, wrong)
     assert not divergence.identical and divergence.bookkeeping
     assert divergence.bookkeeping[0].run == "b" and divergence.bookkeeping[0].request == f"r{request}"
-    assert divergence.rung == "bookkeeping"
+    assert divergence.stage == "bookkeeping"
     others = [r for r in divergence.requests if r.id != f"r{request}"]
     assert len(others) == 2 and all(r.identical for r in others)
 

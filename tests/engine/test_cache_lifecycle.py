@@ -97,7 +97,7 @@ def test_a_filter_that_keeps_the_wrong_slot_is_found_after_it(
     assert (request, forward) == ("r2", at + 1)
     assert "are not what was written: K, layers 0-1, heads 0-1, positions 0-" in detail
     assert detail.endswith(f"; right before, after forward {at}: filter (kept r1, r2 of r0, r1, r2)")
-    assert found.rung == "bookkeeping"
+    assert found.stage == "bookkeeping"
 
 
 def test_a_roll_by_one_too_few_is_found_after_it(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,7 +167,7 @@ def test_a_trim_that_does_nothing_is_found(
     assert {request for request, *_ in stale} == {"r0", "r1"}
     of_target = next(detail for request, _, detail in stale if request == "r0" and "target" in detail)
     assert "stayed in the target's cache in layers 0-1" in of_target
-    assert found.rung == "bookkeeping" and first["forward"] >= 0
+    assert found.stage == "bookkeeping" and first["forward"] >= 0
 
 
 def test_one_row_that_stays_in_one_layer_is_found_while_tokens_agree(
@@ -244,7 +244,7 @@ def test_a_wrapped_window_keeps_rejected_rows_in_mlx_lm(runs: Runs) -> None:
     assert "stayed in the target's cache in layers 0-5" in detail
     assert forward is not None and forward > failed[0]["forward"]
     # The findings come from the bookkeeping, in both runs alike, and before any tensor.
-    assert found.bookkeeping[0].what == "trim" and found.rung is None
+    assert found.bookkeeping[0].what == "trim" and found.stage is None
 
 
 def test_counts_of_drafts_that_do_not_add_up_are_found(runs: Runs) -> None:
@@ -271,7 +271,7 @@ def test_a_cache_quantised_from_another_position_is_found_with_its_chunk(runs: R
             "the cache of layers 0-1 was quantised from position 39 on (after forward 0, prefill chunk 0) in run a and from "
             f"position {position} on (after forward {index}, prefill chunk {index}) in run b",
         )
-        assert found.rung == "bookkeeping" and not said(found, "cache_changed")
+        assert found.stage == "bookkeeping" and not said(found, "cache_changed")
         entry = found.requests[0].cache_entry
         assert entry is not None and entry.position == position
     assert compare(whole, runs.record(model("qwen3"), scenario(lengths=(40,), **QUANTISED))).identical

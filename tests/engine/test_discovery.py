@@ -14,7 +14,7 @@ from tiny import CONFIGS, TinyTokenizer
 from detdiff.compare import compare
 from detdiff.engines.mlx.model import LoadedModel
 from detdiff.engines.mlx.record import RecordOptions, record
-from detdiff.engines.mlx.taps.faults import Plant
+from detdiff.engines.mlx.taps.faults import InjectedFault
 from detdiff.engines.mlx.taps.session import Session
 from detdiff.scenario import Scenario
 
@@ -55,7 +55,7 @@ def test_a_fault_in_a_sorted_expert_linear_is_named_there(tmp_path: Path) -> Non
         site = f"layers.1.mlp.switch_mlp.{name}"
         # A row of the prompt, sorted, and a decode row, which is not.
         for position in (3, 9):
-            options = RecordOptions(faults=(Plant(site, 0, position, element=5),))
+            options = RecordOptions(faults=(InjectedFault(site, 0, position, element=5),))
             wrong = record(asked, tmp_path / f"{number}-{position}", loaded=loaded, options=options)
             (request,) = compare(base, wrong).requests
             assert request.origin is not None

@@ -12,7 +12,7 @@ from tiny import tiny
 
 from detdiff.compare import compare
 from detdiff.engines.mlx.record import RecordOptions
-from detdiff.engines.mlx.taps.faults import Plant
+from detdiff.engines.mlx.taps.faults import InjectedFault
 from detdiff.errors import ForcedTokensMissing
 from detdiff.report import divergence_text
 from detdiff.scenario import Scenario
@@ -121,11 +121,11 @@ def test_a_difference_after_the_flip_is_found_at_its_place(runs: Runs, drawn: Tr
         .flip
     )
     assert flip is not None and flip.position < 30
-    plant = Plant("layers.1.mlp.up_proj", 0, 33, 7)
+    injected_fault = InjectedFault("layers.1.mlp.up_proj", 0, 33, 7)
     wrong = runs.record(
         model("llama"),
         scenario(max_tokens=24, ignore_stop=True, force_tokens=str(drawn.path)),
-        RecordOptions(observe=0, faults=(plant,)),
+        RecordOptions(observe=0, faults=(injected_fault,)),
     )
     (request, *_) = compare(drawn, wrong).requests
     assert request.origin is not None

@@ -109,7 +109,7 @@ def test_log_probabilities_that_move_without_a_flip_are_a_divergence(tmp_path: P
         return scored(request, [7] * len(tokens), m)
 
     found = compare(*two(tmp_path, moved))
-    assert not found.identical and found.rung == "bits"
+    assert not found.identical and found.stage == "bits"
     assert all(request.flip is None for request in found.requests)
     scores = found.requests[0].scores
     assert scores is not None and (scores.differing, scores.max_abs) == (scores.compared - scores.index, 0.25)

@@ -61,7 +61,7 @@ def test_composition_changes_no_bit(runs: Runs, arch: str, fmt: str, variant: st
     base = runs.base(arch, fmt, **chunk)
     other = runs.record(model(arch, fmt), scenario(**keys))
     found = compare(base, other)
-    assert found.identical, [(r.id, r.rung, r.origin) for r in found.requests]
+    assert found.identical, [(r.id, r.stage, r.origin) for r in found.requests]
     assert sum(count.count for request in found.requests for count in request.origins) == 0
     assert found.compared.rows >= sum(len(r["tokens"]) + r["max_tokens"] - 1 for r in base.requests)
     assert found.compared.digests >= found.compared.rows * len(base.sites) // 2
@@ -96,7 +96,7 @@ def compositions(draw: st.DrawFn) -> tuple[str, str, dict[str, Any]]:
 def test_any_arrivals_and_limits_change_no_bit(runs: Runs, drawn: tuple[str, str, dict[str, Any]]) -> None:
     arch, fmt, keys = drawn
     found = compare(runs.base(arch, fmt), runs.record(model(arch, fmt), scenario(**keys)))
-    assert found.identical, [(r.id, r.rung, r.origin) for r in found.requests]
+    assert found.identical, [(r.id, r.stage, r.origin) for r in found.requests]
 
 
 @settings(max_examples=6)
@@ -121,4 +121,4 @@ def test_prompts_of_any_length_change_no_bit(runs: Runs, lengths: list[int], chu
             max_tokens=1 + seed % 5,
         )
         found = compare(base, runs.record(of, other))
-        assert found.identical, [(r.id, r.rung, r.origin) for r in found.requests]
+        assert found.identical, [(r.id, r.stage, r.origin) for r in found.requests]

@@ -34,7 +34,7 @@ def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
 def after(tokens: int, error: type[BaseException]) -> Callable[[int, int], None]:
     def progress(done: int, total: int) -> None:
         if done == tokens:
-            raise error("planted")
+            raise error("injected")
 
     return progress
 
@@ -51,7 +51,7 @@ def test_an_interrupted_run_leaves_its_finished_shards(
         scenario(schedule, layout), tmp_path / "whole", loaded=of, options=RecordOptions(observe=0)
     )
     options = RecordOptions(observe=0, progress=after(15, error))
-    with pytest.raises(error, match="planted") as caught:
+    with pytest.raises(error, match="injected") as caught:
         record(scenario(schedule, layout), tmp_path / "cut", loaded=of, options=options)
     assert type(caught.value) is error
     cut = Trace.open(tmp_path / "cut")

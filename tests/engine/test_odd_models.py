@@ -13,7 +13,7 @@ from toy_models import CastAttention, Keyworded, Listing, Looped, Toy
 from detdiff.compare import compare
 from detdiff.engines.mlx.model import LoadedModel
 from detdiff.engines.mlx.record import RecordOptions
-from detdiff.engines.mlx.taps.faults import Plant
+from detdiff.engines.mlx.taps.faults import InjectedFault
 
 ODD: dict[str, Callable[[], nn.Module]] = {
     "looped": Looped,
@@ -61,8 +61,8 @@ def test_the_second_time_through_a_layer_is_a_site_of_its_own(runs: Runs) -> Non
         seen.add(kv)
     assert len(seen) == 2
     for site in ("layers.1.up_proj.2", "layers.0.self_attn.attention.2", "layers.0.2"):
-        plant = Plant(site, 1, 2, 9)
-        other = runs.record(of, scenario(), RecordOptions(observe=0, faults=(plant,)))
+        injected_fault = InjectedFault(site, 1, 2, 9)
+        other = runs.record(of, scenario(), RecordOptions(observe=0, faults=(injected_fault,)))
         (hit,) = [request for request in compare(base, other).requests if request.origin is not None]
         assert hit.origin is not None
         assert (hit.id, hit.origin.site, hit.origin.position) == ("r1", site, 2)

@@ -215,7 +215,7 @@ def test_a_page_given_out_twice_is_found(runs: Runs) -> None:
         "is not what was written" in d or "are not what was written" in d
         for *_, d in said(found, "cache_changed")
     )
-    assert found.rung == "bookkeeping" and not found.identical
+    assert found.stage == "bookkeeping" and not found.identical
 
 
 def test_a_shared_page_that_is_not_copied_is_found(runs: Runs) -> None:

@@ -14,7 +14,7 @@ from tiny import FORMATS
 
 from detdiff.compare import compare
 from detdiff.engines.mlx.record import RecordOptions
-from detdiff.engines.mlx.taps.faults import Plant
+from detdiff.engines.mlx.taps.faults import InjectedFault
 from detdiff.trace import Trace
 
 KINDS = ("linear", "head", "switch", "attention")
@@ -153,7 +153,7 @@ def test_a_fault_on_a_reference_path_is_found(runs: Runs, one_each: str, layout:
     of = model("qwen3_moe")
     asked = scenario("continuous", layout, kernels=one_each, **CONTINUOUS)
     base = runs.record(of, asked)
-    other = runs.record(of, asked, RecordOptions(observe=0, faults=(Plant(site, 2, 34, 3),)))
+    other = runs.record(of, asked, RecordOptions(observe=0, faults=(InjectedFault(site, 2, 34, 3),)))
     (hit,) = [request for request in compare(base, other).requests if request.origin is not None]
     assert hit.origin is not None and (hit.id, hit.origin.site, hit.origin.position) == ("r2", site, 34)
     assert hit.origin.path_a == hit.origin.path_b

@@ -24,15 +24,18 @@ def compared(runs: Runs, a: dict[str, Any], b: dict[str, Any]) -> Divergence:
 def test_a_cache_that_is_quantised_differs_from_its_first_entry_on(runs: Runs, quantised: str) -> None:
     sides = (QUANTISED, {}) if quantised == "a" else ({}, QUANTISED)
     (request,) = compared(runs, *sides).requests
-    entry, carriers = request.cache_entry, request.carriers
-    assert entry is not None and carriers is not None
+    entry, differing_entries = request.cache_entry, request.differing_entries
+    assert entry is not None and differing_entries is not None
     assert (entry.layer, entry.kind, entry.head, entry.position) == (0, "K", 0, 0)
     rewritten = (entry.rewritten_a, entry.rewritten_b)
     # mlx-lm keeps the last prompt token for a forward of its own and quantises after the one before.
     assert rewritten == ((0, None) if quantised == "a" else (None, 0))
-    rows = carriers.alive_at + 1
-    assert (carriers.count, carriers.entries) == (2 * HEADS * LAYERS * rows, 2 * HEADS * LAYERS * rows)
-    assert carriers.positions == ((0, carriers.alive_at),)
+    rows = differing_entries.alive_at + 1
+    assert (differing_entries.count, differing_entries.entries) == (
+        2 * HEADS * LAYERS * rows,
+        2 * HEADS * LAYERS * rows,
+    )
+    assert differing_entries.positions == ((0, differing_entries.alive_at),)
 
 
 def test_a_cache_that_both_quantise_alike_differs_nowhere(runs: Runs) -> None:

@@ -28,7 +28,7 @@ def test_a_rotated_cache_changes_attention_and_nothing_else(runs: Runs, fmt: str
     base = runs.base("gemma3_text", fmt, capture="full")
     other = runs.record(model("gemma3_text", fmt), scenario(capture="full", **RINGS[variant]))
     found = compare(base, other)
-    assert not found.identical and found.rung == "bits"
+    assert not found.identical and found.stage == "bits"
     assert all(request.flip is None for request in found.requests)
     assert events(base) == events(other) == []
     origins = [count for request in found.requests for count in request.origins]
@@ -92,7 +92,7 @@ def test_a_prompt_in_chunks_changes_a_state_space_scan(runs: Runs, fmt: str) -> 
     whole = runs.base("mamba2", fmt, capture="full")
     chunked = runs.record(of, scenario(prefill_chunk=4, capture="full"))
     found = compare(whole, chunked)
-    assert found.rung == "bits" and not found.identical
+    assert found.stage == "bits" and not found.identical
     for request in found.requests:
         if request.origin is not None:
             assert request.origin.kind == "recurrent" and request.origin.layer == 0

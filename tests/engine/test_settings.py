@@ -34,9 +34,9 @@ def test_other_settings_are_the_workload(tmp_path: Path, a: str, b: str, word: s
     found = compare(run(tmp_path, "a", a), run(tmp_path, "b", b))
     assert not found.identical
     assert any(word in finding.detail for finding in found.workload)
-    parted = any(not request.identical for request in found.requests)
-    assert found.rung == ("workload" if parted else None)
-    assert found.inconclusive == (not parted)
+    diverged = any(not request.identical for request in found.requests)
+    assert found.stage == ("workload" if diverged else None)
+    assert found.inconclusive == (not diverged)
 
 
 def test_a_run_that_recording_changed_is_never_identical(tmp_path: Path) -> None:

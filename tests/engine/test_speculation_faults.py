@@ -1,4 +1,4 @@
-"""Faults planted into speculation: each is named as itself, also where no token changes."""
+"""Faults injected into speculation: each is named as itself, also where no token changes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from detdiff.engines.mlx import packed
 from detdiff.engines.mlx.caches import RequestCaches
 from detdiff.engines.mlx.packed import Speculation
 from detdiff.engines.mlx.record import RecordOptions
-from detdiff.engines.mlx.taps.faults import Plant
+from detdiff.engines.mlx.taps.faults import InjectedFault
 from detdiff.report import divergence_text, from_json, to_json
 from detdiff.scenario import Scenario
 from detdiff.trace import Trace
@@ -62,7 +62,7 @@ def test_a_draft_cache_that_is_never_trimmed(sound: Trace, runs: Runs) -> None:
             self.target.caches.trim(request, rejected)
 
     divergence = compare(sound, faulty(runs, patched(Speculation, "rewind", only_the_target)))
-    assert divergence.rung == "bookkeeping"
+    assert divergence.stage == "bookkeeping"
     assert any("stayed in the draft's cache" in text for text in found(divergence, "stale"))
     # A draft that sees rejected rows proposes otherwise, and no token of the target changes.
     assert all(request.flip is None and request.differing == 0 for request in divergence.requests)
@@ -75,7 +75,7 @@ def test_a_target_cache_that_keeps_one_row_too_many(sound: Trace, runs: Runs) ->
         return native(self, request, count - (self._name == "target"))
 
     divergence = compare(sound, faulty(runs, patched(RequestCaches, "trim", one_too_few)))
-    assert divergence.rung == "bookkeeping"
+    assert divergence.stage == "bookkeeping"
     assert any("stayed in the target's cache" in text for text in found(divergence, "stale"))
     offsets = found(divergence, "offset")
     assert offsets and "trim of the target's cache (1 of 1 rows)" in " ".join(offsets)
@@ -112,7 +112,7 @@ def test_a_choice_taken_from_the_row_before(sound: Trace, runs: Runs) -> None:
     native = packed.greedy
     shifted = patched(packed, "greedy", lambda logits: native(mx.roll(logits, 1, axis=0)))
     divergence = compare(sound, faulty(runs, shifted))
-    assert divergence.rung == "bookkeeping"
+    assert divergence.stage == "bookkeeping"
     assert any("and that row's own logits choose" in text for text in found(divergence, "choice"))
 
 
@@ -133,23 +133,30 @@ def test_counts_that_do_not_add_up(sound: Trace, runs: Runs) -> None:
     assert from_json(to_json(divergence)) == divergence
 
 
-def test_a_difference_born_in_the_draft_is_named_as_such(sound: Trace, runs: Runs) -> None:
-    plant = Plant("draft.layers.1.mlp.up_proj", 1, 4)
-    other = runs.record(model("llama"), asked(), RecordOptions(observe=0, faults=(plant,)), drafting(seed=5))
+def test_a_difference_arising_in_the_draft_is_named_as_such(sound: Trace, runs: Runs) -> None:
+    injected_fault = InjectedFault("draft.layers.1.mlp.up_proj", 1, 4)
+    other = runs.record(
+        model("llama"), asked(), RecordOptions(observe=0, faults=(injected_fault,)), drafting(seed=5)
+    )
     divergence = compare(sound, other)
-    assert divergence.rung == "bits" and divergence.first == "r1"
+    assert divergence.stage == "bits" and divergence.first == "r1"
     request = divergence.request("r1")
     assert request.flip is None and request.differing == 0 and request.draft is not None
     assert request.draft.first and request.origin == request.draft.origin
     assert request.origin is not None and request.origin.site == "draft.layers.1.mlp.up_proj"
     assert request.origin.position == 4 and request.origin.how == "leaf"
     assert all(divergence.request(id).identical for id in ("r0", "r2"))
-    assert "born there before the target differs" in divergence_text(divergence)
+    assert "arising there before the target differs" in divergence_text(divergence)
 
 
-def test_a_difference_born_in_the_target_comes_before_the_drafts(sound: Trace, runs: Runs) -> None:
-    plants = (Plant("layers.0.mlp.up_proj", 0, 13), Plant("draft.layers.0.mlp.up_proj", 2, 1))
-    other = runs.record(model("llama"), asked(), RecordOptions(observe=0, faults=plants), drafting(seed=5))
+def test_a_difference_arising_in_the_target_comes_before_the_drafts(sound: Trace, runs: Runs) -> None:
+    injected_faults = (
+        InjectedFault("layers.0.mlp.up_proj", 0, 13),
+        InjectedFault("draft.layers.0.mlp.up_proj", 2, 1),
+    )
+    other = runs.record(
+        model("llama"), asked(), RecordOptions(observe=0, faults=injected_faults), drafting(seed=5)
+    )
     divergence = compare(sound, other)
     assert divergence.first == "r0"
     origin = divergence.request("r0").origin

@@ -14,7 +14,7 @@ from toy_models import Attention
 from detdiff.compare import compare
 from detdiff.engines.base import RunOptions
 from detdiff.engines.mlx.model import LoadedModel
-from detdiff.engines.mlx.taps.faults import Plant
+from detdiff.engines.mlx.taps.faults import InjectedFault
 from detdiff.explain import explain
 from detdiff.trace import Trace
 
@@ -22,9 +22,9 @@ NINE = [{"id": "r", "tokens": [1, 2, 3, 4, 5, 6, 7, 8, 9]}]
 LACKS = "the cache of layers 0, 2 is not recorded: class LatentCache"
 
 
-def run(runs: Runs, loaded: LoadedModel, *plants: Plant, **keys: Any) -> Trace:
+def run(runs: Runs, loaded: LoadedModel, *injected_faults: InjectedFault, **keys: Any) -> Trace:
     asked = scenario(**{"max_tokens": 1, "request": NINE, **keys})
-    return runs.record(loaded, asked, RunOptions(observe=0, faults=plants))
+    return runs.record(loaded, asked, RunOptions(observe=0, faults=injected_faults))
 
 
 @pytest.mark.parametrize("other", [{"prefill_chunk": 2}, {"reuse_tokens": 6}, {"prefill_chunk": 3}])
@@ -67,7 +67,7 @@ def test_values_that_a_model_throws_away_itself_are_no_changed_entries(runs: Run
     assert ports["layers.0.self_attn.cache.write"] == ("K.0", "V.0")
     found = compare(a, b)
     assert found.identical and not found.bookkeeping
-    wrong = compare(a, run(runs, loaded, Plant("layers.1.self_attn.indexer.wk", 0, 3), max_tokens=6))
+    wrong = compare(a, run(runs, loaded, InjectedFault("layers.1.self_attn.indexer.wk", 0, 3), max_tokens=6))
     entry = wrong.requests[0].cache_entry
     assert wrong.requests[0].origin is not None and entry is not None
     assert wrong.requests[0].origin.site == "layers.1.self_attn.indexer.wk"
@@ -131,7 +131,7 @@ def test_a_cache_that_gives_back_fewer_rows_is_no_bug(runs: Runs) -> None:
 @pytest.mark.parametrize("site", ["layers.0.self_attn.o_proj", "layers.2.mlp", "layers.0.self_attn.qkv_proj"])
 def test_a_fault_beside_an_unknown_cache_is_found_at_its_site(runs: Runs, site: str) -> None:
     loaded = odd(Attention, SinkCache)
-    found = compare(run(runs, loaded), run(runs, loaded, Plant(site, position=3, request=0)))
+    found = compare(run(runs, loaded), run(runs, loaded, InjectedFault(site, position=3, request=0)))
     (request,) = found.requests
     assert request.origin is not None
     assert (request.origin.site, request.origin.position, request.origin.how) == (site, 3, "leaf")

@@ -1,4 +1,4 @@
-"""Synthetic traces, answers and planted cases of the neighbouring folders serve these tests too."""
+"""Synthetic traces, answers and injected cases of the neighbouring folders serve these tests too."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from tiny import tiny
 from detdiff.engines.mlx.model import LoadedModel
 from detdiff.engines.mlx.record import RecordOptions
 from detdiff.engines.mlx.serve import Models, in_dtype
-from detdiff.engines.mlx.taps.faults import Plant
+from detdiff.engines.mlx.taps.faults import InjectedFault
 from detdiff.errors import ReplayError
 from detdiff.explain import ORDER
 from detdiff.explain.case import Case
@@ -70,18 +70,19 @@ def test_a_random_sum_is_a_race(runs: Runs, layout: str) -> None:
 @pytest.mark.parametrize(("layout", "kernels"), [("padded", "mlx-metal"), ("packed", "candle-metal")])
 def test_holding_the_path_removes_what_the_path_made(runs: Runs, layout: str, kernels: str) -> None:
     case = _case(runs, model("llama"), "serial", "continuous", layout, **{**METAL, "kernels": kernels})
-    assert case.focus.rung is not None
-    control = run_control(case, "hold_path")
+    assert case.focus.stage is not None
+    control = run_control(case, "pin_kernels")
     assert control.result == "removed" and control.detail["bits_equal"]
     assert set(control.detail["seconds_per_forward"]) == {"a", "b"}
 
 
 def test_holding_the_path_leaves_what_it_did_not_make(runs: Runs) -> None:
-    plant = Plant("layers.0.self_attn.k_proj", 0, 4, 7)
+    injected_fault = InjectedFault("layers.0.self_attn.k_proj", 0, 4, 7)
     loaded, asked = model("llama"), scenario("continuous", "packed", max_tokens=6)
-    b = runs.record(loaded, asked, RecordOptions(observe=0, faults=(plant,)))
+    b = runs.record(loaded, asked, RecordOptions(observe=0, faults=(injected_fault,)))
     control = run_control(
-        Case.of(runs.record(loaded, asked), b, loaded=loaded, plants=((), (plant,))), "hold_path"
+        Case.of(runs.record(loaded, asked), b, loaded=loaded, injected_faults=((), (injected_fault,))),
+        "pin_kernels",
     )
     assert control.result == "remains"
     assert control.detail["tried"][-1]["first"]["position"] == 4
@@ -107,7 +108,7 @@ def test_a_leak_between_slots_is_named_at_its_place(runs: Runs) -> None:
 
 def test_neighbours_of_another_length_change_the_path_only_where_it_goes_by_rows(runs: Runs) -> None:
     native = _case(runs, model("llama"), "serial", "continuous", "packed", arrivals=(0, 2, 5))
-    assert run_control(native, "neighbour_length").result == "not_run"  # nothing parts
+    assert run_control(native, "neighbour_length").result == "not_run"  # nothing diverges
     case = _case(
         runs, model("llama"), "serial", "continuous", "packed", kernels="candle-metal", arrivals=(0, 2, 5)
     )
@@ -115,10 +116,10 @@ def test_neighbours_of_another_length_change_the_path_only_where_it_goes_by_rows
 
 
 def test_a_request_alone_has_no_neighbours(runs: Runs) -> None:
-    loaded, plant = model("llama"), Plant("layers.0.self_attn.v_proj", 0, 1, 1)
+    loaded, injected_fault = model("llama"), InjectedFault("layers.0.self_attn.v_proj", 0, 1, 1)
     asked = scenario(lengths=(6,), max_tokens=4)
-    b = runs.record(loaded, asked, RecordOptions(observe=0, faults=(plant,)))
-    case = Case.of(runs.record(loaded, asked), b, loaded=loaded, plants=((), (plant,)))
+    b = runs.record(loaded, asked, RecordOptions(observe=0, faults=(injected_fault,)))
+    case = Case.of(runs.record(loaded, asked), b, loaded=loaded, injected_faults=((), (injected_fault,)))
     control = run_control(case, "neighbour_content")
     assert control.result == "not_run" and "no neighbours" in control.said
 
@@ -177,7 +178,7 @@ def test_scenarios_are_recorded_first(runs: Runs) -> None:
     case = Case.of(asked, replace(asked), loaded=model("llama"), budget=5)
     assert case.divergence.identical
     assert case.budget.reruns == 5
-    assert run_control(case, "graft_in").said == "the two runs do not part"
+    assert run_control(case, "patch_in").said == "the two runs do not diverge"
 
 
 def test_attention_whose_module_calls_its_scale_otherwise_is_judged(runs: Runs) -> None:
@@ -196,10 +197,10 @@ def test_attention_whose_module_calls_its_scale_otherwise_is_judged(runs: Runs) 
         layer.self_attn.softmax_scale = layer.self_attn.scale
         del layer.self_attn.scale
         layer.self_attn.__class__ = Renamed
-    plant = Plant("layers.1.self_attn.attention", 0, 4, 7)
+    injected_fault = InjectedFault("layers.1.self_attn.attention", 0, 4, 7)
     asked = scenario("serial", max_tokens=4)
-    b = runs.record(loaded, asked, RecordOptions(observe=0, faults=(plant,)))
-    case = Case.of(runs.record(loaded, asked), b, loaded=loaded, plants=((), (plant,)))
+    b = runs.record(loaded, asked, RecordOptions(observe=0, faults=(injected_fault,)))
+    case = Case.of(runs.record(loaded, asked), b, loaded=loaded, injected_faults=((), (injected_fault,)))
     control = run_control(case, "oracle")
     assert control.result == "inside", control.said
     assert [pair["kind"] for pair in control.detail["pairs"]] == ["attention"], dict(

@@ -1,4 +1,4 @@
-"""explain from two scenarios to a verdict: the built-in model's path change, planted faults, and what ends the re-runs."""
+"""explain from two scenarios to a verdict: the built-in model's path change, injected faults, and what ends the re-runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from detdiff.explain import DECIDING, ORDER, Verdict, explain, investigate
 from detdiff.explain.case import Case
 from detdiff.explain.control import Budget, Outcome
 from detdiff.explain.controls.oracle import AT_MOST, sample
-from detdiff.explain.origins import Born, origins, significant
+from detdiff.explain.origins import OriginRow, origins, significant
 
 
 def demo(max_tokens: int = 8) -> tuple[Scenario, Scenario]:
@@ -32,7 +32,7 @@ def demo(max_tokens: int = 8) -> tuple[Scenario, Scenario]:
     return a, b
 
 
-def planted(number: int, seed: int = 0, **options: Any) -> Verdict:
+def injected(number: int, seed: int = 0, **options: Any) -> Verdict:
     trial = CASES[number].trial(seed)
     with trial.around:
         return explain(trial.scenario_a, trial.scenario_b, loaded=trial.loaded, draft=trial.draft, **options)
@@ -50,12 +50,15 @@ def rounding() -> Verdict:
 
 def test_the_demonstration_is_numerics_that_names_threshold_and_cost(rounding: Verdict) -> None:
     assert (rounding.kind, rounding.rule) == ("numerics", "path")
-    assert {control.name: control.result for control in rounding.controls} | {"finite": "", "policy": ""} == {
+    assert {control.name: control.result for control in rounding.controls} | {
+        "finite": "",
+        "configuration": "",
+    } == {
         "repeat": "equal",
         "oracle": "inside",
         "finite": "",
-        "policy": "",
-        "hold_path": "removed",
+        "configuration": "",
+        "pin_kernels": "removed",
         "neighbour_content": "equal",
     }
     assert "candle-metal" in rounding.said and "split_rows" in rounding.said
@@ -79,7 +82,7 @@ def test_a_sample_has_the_first_of_each_kind_and_path_pair(case: Case) -> None:
     chosen = sample(found, 5)
     assert len(chosen) <= 5 < len(found) and found[0] in chosen
     assert sample(found, len(found)) == found
-    firsts: dict[Any, Born] = {}
+    firsts: dict[Any, OriginRow] = {}
     for each in found:
         firsts.setdefault(each.group, each)
     assert set(map(id, firsts.values())) <= set(map(id, sample(found, max(AT_MOST, len(firsts)))))
@@ -109,8 +112,8 @@ def test_the_oracle_counts_what_it_judged_and_spends_the_budget(case: Case) -> N
         1,
     ),
 )
-def test_a_planted_fault_is_outside_and_named_with_its_place(number: int, places: dict[str, Any]) -> None:
-    verdict = planted(number, controls=("repeat", "oracle"))
+def test_a_injected_fault_is_outside_and_named_with_its_place(number: int, places: dict[str, Any]) -> None:
+    verdict = injected(number, controls=("repeat", "oracle"))
     assert (verdict.kind, verdict.rule) == ("bug", "outside")
     detail = verdict.control("oracle").detail  # type: ignore[union-attr]
     first, expected = detail["outside_where"][0], CASES[number].trial(0).expected
@@ -123,7 +126,7 @@ def test_a_planted_fault_is_outside_and_named_with_its_place(number: int, places
 
 @pytest.mark.thorough
 def test_operands_of_lower_precision_are_named_as_such() -> None:
-    verdict = planted(5, controls=("repeat", "oracle", "hold_path"))
+    verdict = injected(5, controls=("repeat", "oracle", "pin_kernels"))
     assert (verdict.kind, verdict.rule) == ("numerics", "precision")
     precision = verdict.control("oracle").detail["precision"]  # type: ignore[union-attr]
     assert (precision["run"], precision["bits"], precision["name"]) == ("b", 11, "float16 or tf32")
@@ -131,7 +134,7 @@ def test_operands_of_lower_precision_are_named_as_such() -> None:
 
 @pytest.mark.parametrize("seed", some_now([0, 1], 0))
 def test_the_first_value_that_is_not_finite_is_found_with_its_row(seed: int) -> None:
-    verdict = planted(7, seed)
+    verdict = injected(7, seed)
     assert (verdict.kind, verdict.rule) == ("bug", "not-finite")
     first = verdict.control("finite").detail["first"]  # type: ignore[union-attr]
     assert first["kind"] == "attention" and first["run"] == "b" and first["nan"]
@@ -139,28 +142,28 @@ def test_the_first_value_that_is_not_finite_is_found_with_its_row(seed: int) -> 
 
 
 def test_a_race_ends_the_re_runs() -> None:
-    verdict = planted(15)
-    assert (verdict.kind, verdict.rule) == ("race", "repeat")
+    verdict = injected(15)
+    assert (verdict.kind, verdict.rule) == ("nondeterminism", "repeat")
     assert [control.name for control in verdict.controls if control.result != "not_run"] == ["repeat"]
     assert all("the rule repeat decides" in c.said for c in verdict.controls if c.result == "not_run")
     assert "batch" not in verdict.said.partition("Nothing about batching")[0]
 
 
 def test_a_contradiction_ends_them_after_the_repeat() -> None:
-    verdict = planted(14)
+    verdict = injected(14)
     assert (verdict.kind, verdict.rule) == ("bug", "bookkeeping")
     assert [control.name for control in verdict.controls if control.result != "not_run"] == ["repeat"]
 
 
 @pytest.mark.thorough
-def test_another_position_of_quantisation_is_a_policy_that_was_tried() -> None:
-    verdict = planted(13)
-    assert (verdict.kind, verdict.rule) == ("policy", "quantised")
-    assert verdict.control("policy").result == "removed"  # type: ignore[union-attr]
+def test_another_position_of_quantisation_is_a_configuration_that_was_tried() -> None:
+    verdict = injected(13)
+    assert (verdict.kind, verdict.rule) == ("configuration", "quantised")
+    assert verdict.control("configuration").result == "removed"  # type: ignore[union-attr]
 
 
 def test_two_equal_runs_need_no_control() -> None:
-    verdict = planted(20)
+    verdict = injected(20)
     assert verdict.kind == "identical" and verdict.controls == ()
 
 

@@ -1,4 +1,4 @@
-"""The oracle at sites of real models, and planted faults: outside the bound, at the place, and named for what they are."""
+"""The oracle at sites of real models, and injected faults: outside the bound, at the place, and named for what they are."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def test_every_leaf_of_every_architecture_is_inside(architecture: str, fmt: str)
             wrong = out.copy()
             where = tuple(size // 2 for size in out.shape)
             wrong[where] += np.abs(out).max() * 0.05 + 1e-3
-            planted = judge(operation, wrong, Arithmetic("native", dtype))
-            assert not planted.inside and planted.outside == 1, (name, planted)
-            assert np.ravel_multi_index(planted.where, planted.errors.shape) == np.ravel_multi_index(
+            injected = judge(operation, wrong, Arithmetic("native", dtype))
+            assert not injected.inside and injected.outside == 1, (name, injected)
+            assert np.ravel_multi_index(injected.where, injected.errors.shape) == np.ravel_multi_index(
                 where, out.shape
             )
     assert {"linear", "norm", "rope", "attention", "embedding"} <= kinds

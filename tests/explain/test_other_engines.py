@@ -89,7 +89,7 @@ def explained(path: Path, engine: Engine, then: Engine | None = None, **options:
 
 def test_a_race_that_needs_a_batch_is_found_on_the_batched_side(tmp_path: Path) -> None:
     verdict = explained(tmp_path, Racing())
-    assert (verdict.kind, verdict.rule) == ("race", "repeat")
+    assert (verdict.kind, verdict.rule) == ("nondeterminism", "repeat")
     repeat = verdict.control("repeat")
     assert repeat is not None and repeat.detail["side"] == "b" and repeat.detail["site"] == "twice"
     assert "batch" not in verdict.said.partition("Nothing about batching")[0]
@@ -123,7 +123,7 @@ def test_a_healthy_engine_that_flips_is_none_of_these(tmp_path: Path) -> None:
     results = {control.name: control.result for control in verdict.controls}
     assert results["repeat"] == results["fresh"] == "equal"
     assert verdict.kind == "undetermined"
-    for name in ("hold_path", "oracle", "relax", "graft_in", "dtype"):
+    for name in ("pin_kernels", "oracle", "minimal_change", "patch_in", "dtype"):
         control = verdict.control(name)
         assert control is not None and control.result == "not_run" and "counting" in control.said
 

@@ -35,7 +35,7 @@ def explained(torch: Any, model: Any, **options: Any) -> Verdict:
     return explain(asked, asked.with_changes(schedule="static"), engine=engine, **options)
 
 
-def planted(torch: Any, many: Callable[[Any, Any], Any]) -> Any:
+def injected(torch: Any, many: Callable[[Any, Any], Any]) -> Any:
     """The model with every row computed alone, but for one layer, which gives ``many(weight, x)`` from nine rows on."""
     model = row_by_row(torch, tiny_llama(torch))
     module = model.get_submodule(PLACE)
@@ -50,13 +50,13 @@ def test_another_order_of_sums_in_a_batch_is_numerics_with_its_m(torch: Any) -> 
         linear = torch.nn.functional.linear
         return linear(x[..., half:], weight[:, half:]) + linear(x[..., :half], weight[:, :half])
 
-    verdict = explained(torch, planted(torch, halves))
+    verdict = explained(torch, injected(torch, halves))
     results = {control.name: control.result for control in verdict.controls}
     assert (verdict.kind, verdict.rule) == ("numerics", "path"), (verdict.said, results)
     assert PLACE in verdict.said and "6 rows in a" in verdict.said and "18 rows in b" in verdict.said
-    assert (results["repeat"], results["hold_path"], results["oracle"]) == ("equal", "removed", "inside")
+    assert (results["repeat"], results["pin_kernels"], results["oracle"]) == ("equal", "removed", "inside")
     assert results["neighbour_content"] == "equal"
-    for name in ("relax", "graft_in", "graft_out"):
+    for name in ("minimal_change", "patch_in", "patch_out"):
         control = verdict.control(name)
         assert (
             control is not None
@@ -71,7 +71,7 @@ def test_a_kernel_that_is_wrong_in_a_batch_is_a_bug(torch: Any) -> None:
         y[..., 3] *= 1.01
         return y
 
-    verdict = explained(torch, planted(torch, lossy))
+    verdict = explained(torch, injected(torch, lossy))
     assert (verdict.kind, verdict.rule) == ("bug", "outside"), verdict.said
     assert f"{PLACE} (linear, columns 3 to 3)" in verdict.said
 

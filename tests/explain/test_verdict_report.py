@@ -1,4 +1,4 @@
-"""The reports of a verdict: the text of each kind, the seven parts in their order, and the JSON keys."""
+"""The reports of a verdict: the text of each kind, the seven diverges in their order, and the JSON keys."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from test_verdict_rules import CASES
-from verdict_facts import FAR, OUTSIDE, SPECULATION, TRIM, control, facts, found, oracle, parted, speculated
+from verdict_facts import FAR, OUTSIDE, SPECULATION, TRIM, control, diverged, facts, found, oracle, speculated
 
 from detdiff.compare import NotCompared
 from detdiff.explain import Control, Verdict
@@ -32,14 +32,17 @@ def flat(text: str) -> str:
 def verdict() -> Verdict:
     """Of a path change with speculation, in which every control ran."""
     found = facts(
-        speculated(parted()), oracle=oracle("inside", pairs=[PAIR]), relax="smallest", graft_in="removed"
+        speculated(diverged()),
+        oracle=oracle("inside", pairs=[PAIR]),
+        minimal_change="smallest",
+        patch_in="removed",
     )
     late = {**found.controls, "dtype": Control("dtype", "not_run", "the model is in float32 already", 0, 0.0)}
     return decide(replace(found, controls=late))
 
 
 TITLES = (
-    "The flip", "Where it was born", "What carried it", "The controls", "Against float64", "The verdict", "Margins",
+    "The flip", "Where it arose", "What carried it", "The controls", "Against float64", "The verdict", "Margins",
     "What was compared",
 )  # fmt: skip
 
@@ -60,18 +63,18 @@ def test_the_parts_stand_in_their_order() -> None:
 
 
 def test_each_part_says_what_it_should() -> None:
-    flip, birth, cache, controls, float64, end, _, compared = sections(
+    flip, origin, cache, controls, float64, end, _, compared = sections(
         verdict_text(verdict(), width=200)
     ).values()
     assert "generated token 3 is 33" in flip and "25.571232" in flip and "top two swapped" in flip
     assert "draft: both runs had the same draft for the flip's token (323)" in flip
     assert "kernel paths equal on both sides" in flip and "0 origins there: inherited" in flip
-    assert "layers.0.attn.k_proj (linear, layer 0), position 2" in birth and "4 prefill of anchor" in birth
+    assert "layers.0.attn.k_proj (linear, layer 0), position 2" in origin and "4 prefill of anchor" in origin
     assert "first cache entry: layer 0, K, head 0, position 2" in cache and "alive at the flip" in cache
     assert (
-        re.search(r"hold_path removed .* 7 0\.2", controls)
+        re.search(r"pin_kernels removed .* 7 0\.2", controls)
         and "repeat equal" in controls
-        and "relax smallest" in controls
+        and "minimal_change smallest" in controls
     )
     assert "not run: dtype: the model is in float32 already" in controls
     assert (
@@ -85,13 +88,13 @@ def test_each_part_says_what_it_should() -> None:
 def test_an_engine_that_counts_otherwise_is_told_loudly() -> None:
     assert SPECULATION.b is not None
     wrong = replace(SPECULATION, b=replace(SPECULATION.b, own_accepted=5, agrees=False))
-    text = verdict_text(decide(facts(speculated(parted(), wrong))))
+    text = verdict_text(decide(facts(speculated(diverged(), wrong))))
     assert "THE ENGINE COUNTED OTHERWISE" in flat(text)
 
 
 def test_a_flip_on_one_request_and_none_on_another() -> None:
     text = flat(verdict_text(verdict(), width=200))
-    assert "request anchor: parts in bits and flips at generated token 3" in text
+    assert "request anchor: diverges in bits and flips at generated token 3" in text
     assert "equal in all that was compared: follower, quiet" in text
 
 
@@ -122,7 +125,7 @@ def test_what_is_outside_and_whom_it_affects_is_shown() -> None:
 
 
 def test_a_finding_says_in_which_run_and_forward() -> None:
-    text = flat(verdict_text(decide(facts(found(parted(), TRIM)))))
+    text = flat(verdict_text(decide(facts(found(diverged(), TRIM)))))
     assert f"{TRIM.detail} (in run b, forward 6)" in text
 
 
@@ -157,12 +160,12 @@ def test_json_has_the_keys_that_scripts_rely_on() -> None:
     assert list(answer) == [
         "schema", "verdict", "said", "rule", "advice", "missing", "evidence", "controls", "fragile", "divergence",
     ]  # fmt: skip
-    assert answer["schema"] == SCHEMA == "detdiff.verdict/1" and answer["verdict"] == "numerics"
+    assert answer["schema"] == SCHEMA == "detdiff.verdict/2" and answer["verdict"] == "numerics"
     for each in answer["controls"]:
         assert set(each) == {"name", "result", "said", "forwards", "seconds", "detail"}
     for each in answer["evidence"]:
         assert set(each) == {"fact", "said", "decided", "detail"}
-    assert from_json(answer["divergence"]) == speculated(parted())
+    assert from_json(answer["divergence"]) == speculated(diverged())
 
 
 def test_every_key_of_the_answer_is_documented() -> None:
@@ -189,5 +192,5 @@ def test_numbers_that_json_does_not_have() -> None:
 
 
 def test_the_request_that_is_not_compared_stays_in_the_answer() -> None:
-    left_out = replace(parted(), not_compared=(NotCompared("late", "only run b has it"),))
+    left_out = replace(diverged(), not_compared=(NotCompared("late", "only run b has it"),))
     assert verdict_json(decide(facts(left_out)))["divergence"]["not_compared"][0]["id"] == "late"

@@ -19,12 +19,12 @@ from verdict_facts import (
     asked,
     chosen,
     control,
+    diverged,
     equal,
     facts,
     found,
     observed,
     oracle,
-    parted,
     read,
     speculated,
 )
@@ -48,7 +48,7 @@ QUANTISE = Finding(
 
 
 def quantised(**results: str) -> Facts:
-    return facts(found(read(), QUANTISE), QUANTISED, **{"policy": "removed", **results})
+    return facts(found(read(), QUANTISE), QUANTISED, **{"configuration": "removed", **results})
 
 
 CASES: dict[str, tuple[Callable[[], Facts], Callable[[], Facts]]] = {
@@ -57,9 +57,9 @@ CASES: dict[str, tuple[Callable[[], Facts], Callable[[], Facts]]] = {
     "repeat": (lambda: facts(repeat="differs"), lambda: facts(repeat="equal")),
     "changed": (lambda: facts(repeat="changed"), lambda: facts(repeat="changed", fresh="differs")),
     "bookkeeping": (
-        lambda: facts(found(parted(), TRIM)),
+        lambda: facts(found(diverged(), TRIM)),
         # Changed because the cache was quantised right before is no contradiction.
-        lambda: facts(found(parted(), CHANGED), Recorded(quantised_b=((3, 1),))),
+        lambda: facts(found(diverged(), CHANGED), Recorded(quantised_b=((3, 1),))),
     ),
     "not-finite": (
         lambda: facts(equal(), Recorded(not_finite=(("b", "anchor", 3),))),
@@ -80,10 +80,10 @@ CASES: dict[str, tuple[Callable[[], Facts], Callable[[], Facts]]] = {
     "settings": (
         lambda: facts(replace(chosen(), workload=(SETTINGS,))),
         # Where digests differ, the sampling does not explain it.
-        lambda: facts(replace(parted(), workload=(SETTINGS,))),
+        lambda: facts(replace(diverged(), workload=(SETTINGS,))),
     ),
-    "sampling": (lambda: facts(chosen()), lambda: facts(parted())),
-    "quantised": (quantised, lambda: quantised(policy="remains")),
+    "sampling": (lambda: facts(chosen()), lambda: facts(diverged())),
+    "quantised": (quantised, lambda: quantised(configuration="remains")),
     "leak": (lambda: facts(neighbour_content="differs"), lambda: facts(neighbour_content="equal")),
     "reading": (lambda: facts(read()), lambda: facts(read(), repeat="not_run")),
     "outside": (
@@ -93,11 +93,11 @@ CASES: dict[str, tuple[Callable[[], Facts], Callable[[], Facts]]] = {
     "precision": (
         lambda: facts(oracle=oracle("outside", outside_where=[OUTSIDE], precision=PRECISION)),
         lambda: facts(
-            oracle=oracle("outside", outside_where=[OUTSIDE], precision=PRECISION), hold_path="remains"
+            oracle=oracle("outside", outside_where=[OUTSIDE], precision=PRECISION), pin_kernels="remains"
         ),
     ),
     "worse-path": (lambda: facts(oracle=oracle("inside", far=FAR)), lambda: facts(oracle=oracle("inside"))),
-    "path": (lambda: facts(), lambda: facts(hold_path="remains")),
+    "path": (lambda: facts(), lambda: facts(pin_kernels="remains")),
     "undetermined": (lambda: facts(oracle="not_run"), lambda: facts()),
 }
 
@@ -129,16 +129,16 @@ def test_a_verdict_says_what_decided(name: str) -> None:
 @pytest.mark.parametrize("run", ["a", "b", "both"])
 def test_every_contradiction_is_a_bug_and_other_findings_are_none(what: str, run: str) -> None:
     detail = "something is not as it should be"
-    verdict = decide(facts(found(parted(), Finding(run, what, None, None, detail))))
+    verdict = decide(facts(found(diverged(), Finding(run, what, None, None, detail))))
     assert verdict.kind == "bug" and detail in verdict.said
-    assert decide(facts(found(parted(), Finding(run, "wrap", None, None, detail)))).kind == "numerics"
+    assert decide(facts(found(diverged(), Finding(run, "wrap", None, None, detail)))).kind == "numerics"
 
 
 def test_a_change_after_the_quantisation_that_explains_others_is_a_bug() -> None:
     late = replace(CHANGED, forward=5)
-    assert decide(facts(found(parted(), CHANGED, late), Recorded(quantised_b=((3, 1),)))).kind == "bug"
+    assert decide(facts(found(diverged(), CHANGED, late), Recorded(quantised_b=((3, 1),)))).kind == "bug"
     assert (
-        decide(facts(found(parted(), replace(CHANGED, run="a")), Recorded(quantised_b=((3, 1),)))).kind
+        decide(facts(found(diverged(), replace(CHANGED, run="a")), Recorded(quantised_b=((3, 1),)))).kind
         == "bug"
     )
 
@@ -149,31 +149,31 @@ ODD = Recorded(unknown={0: "EvictingCache", 1: "EvictingCache"})
 @pytest.mark.parametrize("what", CACHE_FINDINGS)
 def test_what_rests_on_how_an_unknown_cache_works_is_no_bug(what: str) -> None:
     finding = Finding("b", what, "anchor", 2, "something of the cache is not as it should be")
-    assert decide(facts(found(parted(), finding))).rule == "bookkeeping"
-    verdict = decide(facts(found(parted(), finding), ODD, hold_path="remains"))
+    assert decide(facts(found(diverged(), finding))).rule == "bookkeeping"
+    verdict = decide(facts(found(diverged(), finding), ODD, pin_kernels="remains"))
     assert verdict.kind == "undetermined"
     assert any("layers 0, 1 is not known: class EvictingCache" in each for each in verdict.missing)
     # What is not of the cache is a contradiction all the same.
     fed = Finding("b", "token_in", "anchor", 2, "a row was fed another token")
-    assert decide(facts(found(parted(), fed), ODD)).rule == "bookkeeping"
+    assert decide(facts(found(diverged(), fed), ODD)).rule == "bookkeeping"
 
 
 def test_a_row_that_reads_other_entries_of_an_unknown_cache_is_no_bug() -> None:
     assert decide(facts(read())).rule == "reading"
     assert decide(facts(read(), Recorded(unknown={0: "EvictingCache"}))).rule == "reading"
-    verdict = decide(facts(read(), ODD, oracle=oracle("outside", changed=3), hold_path="remains"))
+    verdict = decide(facts(read(), ODD, oracle=oracle("outside", changed=3), pin_kernels="remains"))
     assert verdict.kind == "undetermined"
     assert any(each.fact == "unknown_cache" for each in verdict.evidence)
 
 
-def test_other_cache_settings_are_a_policy_whatever_else_parts() -> None:
-    verdict = decide(facts(asked(parted(), kv_bits=4)))
-    assert verdict.kind == "policy" and "kv_bits None and 4" in verdict.said
+def test_other_cache_settings_are_a_configuration_whatever_else_parts() -> None:
+    verdict = decide(facts(asked(diverged(), kv_bits=4)))
+    assert verdict.kind == "configuration" and "kv_bits None and 4" in verdict.said
 
 
 def test_an_origin_before_the_quantisation_is_not_explained_by_it() -> None:
     late = Recorded(quantised_a=((20, 40),), quantised_b=((32, 40),))
-    assert decide(facts(found(parted(), QUANTISE), late, policy="removed")).rule != "quantised"
+    assert decide(facts(found(diverged(), QUANTISE), late, configuration="removed")).rule != "quantised"
 
 
 @pytest.mark.parametrize("lacking", ["logits", "sites"])
@@ -188,7 +188,7 @@ def test_sampling_differs_with_equal_settings_says_so() -> None:
     assert verdict.kind == "bug" and verdict.said.startswith("The sampling, not the model")
 
 
-@pytest.mark.parametrize("name", ["repeat", "hold_path", "oracle"])
+@pytest.mark.parametrize("name", ["repeat", "pin_kernels", "oracle"])
 @pytest.mark.parametrize("result", ["not_run", "undecided"])
 def test_no_numerics_without_each_of_its_controls(name: str, result: str) -> None:
     verdict = decide(facts(**{name: result}))
@@ -197,7 +197,7 @@ def test_no_numerics_without_each_of_its_controls(name: str, result: str) -> Non
 
 
 def test_no_numerics_without_a_path_change() -> None:
-    divergence = parted()
+    divergence = diverged()
     origin = divergence.request("anchor").origin
     assert origin is not None
     same = replace(origin, path_b=origin.path_a, rule_b=origin.rule_a, rows_b=origin.rows_a)
@@ -207,7 +207,7 @@ def test_no_numerics_without_a_path_change() -> None:
 
 
 def test_what_never_reached_a_cache_or_a_logit_is_not_seen_to_go() -> None:
-    divergence = parted()
+    divergence = diverged()
     requests = tuple(replace(r, flip=None, cache_entry=None, margins=()) for r in divergence.requests)
     verdict = decide(facts(replace(divergence, requests=requests)))
     assert verdict.kind == "undetermined" and any("an effect" in each for each in verdict.missing)
@@ -243,7 +243,7 @@ def test_the_first_value_that_is_not_finite_is_named_with_its_row() -> None:
 
 
 def test_acceptance_and_proposals_are_evidence() -> None:
-    said = {each.fact: each.said for each in decide(facts(speculated(parted()))).evidence}
+    said = {each.fact: each.said for each in decide(facts(speculated(diverged()))).evidence}
     assert said["acceptance"].startswith(
         "anchor: 5 of 8 drafts accepted in a and 4 of 8 drafts accepted in b; the engine counted"
     )

@@ -23,7 +23,7 @@ HELD = "split_rows 1024"
 
 
 @cache
-def parted() -> Divergence:
+def diverged() -> Divergence:
     """The anchor flips and inherited it from a linear layer that took another path; nothing else is wrong."""
     other = replace(ANCHOR, generated=(30, 31, 32, 93, 94))
     asks = (other, FOLLOWER, QUIET)
@@ -62,8 +62,8 @@ PINNED: dict[str, Any] = {
 
 def control(name: str, result: str, **detail: Any) -> Control:
     """With the control's own figures where rules or sentences read them."""
-    kinds: dict[str, type[Figures]] = {"oracle": OracleFound, "hold_path": Pinned, "finite": Finite}
-    own: dict[str, Any] = {"oracle": ORACLE, "hold_path": PINNED}.get(name, {})
+    kinds: dict[str, type[Figures]] = {"oracle": OracleFound, "pin_kernels": Pinned, "finite": Finite}
+    own: dict[str, Any] = {"oracle": ORACLE, "pin_kernels": PINNED}.get(name, {})
     figures = kinds[name](**{**own, **detail}) if name in kinds else detail
     return Control(name, result, f"the control {name} gave {result}", 7, 0.25, figures)
 
@@ -104,7 +104,7 @@ def controls(**results: str | Control) -> dict[str, Control]:
     """Those of a path change whose cause is confirmed, changed by name; ``not_run`` leaves one out."""
     known: dict[str, Control] = {
         "repeat": control("repeat", "equal"),
-        "hold_path": control("hold_path", "removed"),
+        "pin_kernels": control("pin_kernels", "removed"),
         "oracle": control("oracle", "inside", **ORACLE),
     }
     for name, result in results.items():
@@ -119,12 +119,14 @@ def oracle(result: str, **changes: Any) -> Control:
 def facts(
     divergence: Divergence | None = None, recorded: Recorded | None = None, **results: str | Control
 ) -> Facts:
-    return Facts(parted() if divergence is None else divergence, recorded or Recorded(), controls(**results))
+    return Facts(
+        diverged() if divergence is None else divergence, recorded or Recorded(), controls(**results)
+    )
 
 
 def found(divergence: Divergence, *findings: Finding) -> Divergence:
     """With these findings of the bookkeeping."""
-    return replace(divergence, bookkeeping=findings, rung="bookkeeping")
+    return replace(divergence, bookkeeping=findings, stage="bookkeeping")
 
 
 def asked(divergence: Divergence, **changes: Any) -> Divergence:

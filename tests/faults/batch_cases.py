@@ -10,10 +10,10 @@ from typing import Any
 import mlx.core as mx
 from fault_case import Expected, FaultCase, Trial
 from fault_models import fixture, prompt, scenario
+from injecting import Around, batched, called, replaced, set_entry
 from mlx_lm.generate import GenerationBatch
 from mlx_lm.models import cache as caches
 from mlx_lm.models import llama
-from planting import Around, batched, called, replaced, set_entry
 
 from detdiff.scenario import Scenario
 
@@ -62,7 +62,7 @@ def masked_row(seed: int) -> Trial:
     of = fixture("T", "f32", seed)
 
     def attend(native: Call) -> Call:
-        def planted(
+        def injected(
             queries: mx.array,
             keys: mx.array,
             values: mx.array,
@@ -77,7 +77,7 @@ def masked_row(seed: int) -> Trial:
                 mask = mx.where(mask & ~pad, 0.0, -mx.inf)
             return native(queries, keys, values, cache=cache, scale=scale, mask=mask, **kw)
 
-        return planted
+        return injected
 
     return Trial(
         *served(seed),
@@ -185,12 +185,12 @@ def shared_position(seed: int) -> Trial:
     of = fixture("T", "f32", seed)
 
     def forget(native: Call) -> Call:
-        def planted(self: Any, *args: Any) -> Any:
+        def injected(self: Any, *args: Any) -> Any:
             result = native(self, *args)
             self.offset = mx.broadcast_to(self.offset[:1], self.offset.shape)
             return result
 
-        return planted
+        return injected
 
     return Trial(
         *served(seed),
@@ -200,7 +200,7 @@ def shared_position(seed: int) -> Trial:
             site="layers.0.self_attn.rope.q",
             kinds=frozenset({"rope"}),
             layer=0,
-            rung="bookkeeping",
+            stage="bookkeeping",
             event="offset",
         ),
         Around(
@@ -214,14 +214,14 @@ def shifted_samplers(seed: int) -> Trial:
     """When a request of a batch ends, the others get each other's samplers."""
 
     def filtering(native: Call) -> Call:
-        def planted(self: Any, keep: list[int]) -> Any:
+        def injected(self: Any, keep: list[int]) -> Any:
             shrinks = 1 < len(keep) < len(self.uids)
             result = native(self, keep)
             if shrinks:
                 self.samplers = [*self.samplers[1:], self.samplers[0]]
             return result
 
-        return planted
+        return injected
 
     requests = [
         {
@@ -238,7 +238,7 @@ def shifted_samplers(seed: int) -> Trial:
         asked,
         asked.with_changes(schedule="static"),
         fixture("T", "f32", seed),
-        Expected(frozenset({"r1", "r2"}), rung="tokens"),
+        Expected(frozenset({"r1", "r2"}), stage="tokens"),
         Around(partial(replaced, GenerationBatch, "filter", filtering)),
     )
 

@@ -10,9 +10,9 @@ from typing import Any
 import mlx.core as mx
 from fault_case import Expected, FaultCase, Trial
 from fault_models import SLIDING, WINDOW, fixture, scenario
+from injecting import Around, replaced
 from mlx_lm.models import base
 from mlx_lm.models import cache as caches
-from planting import Around, replaced
 
 from detdiff.scenario import Scenario
 
@@ -26,7 +26,7 @@ def short_ring(seed: int) -> Trial:
     """A ring that keeps ``WINDOW`` entries in all when a chunk is written, and not what the chunk's first rows still see."""
 
     def update(native: Call) -> Call:
-        def planted(self: Any, keys: mx.array, values: mx.array) -> Any:
+        def injected(self: Any, keys: mx.array, values: mx.array) -> Any:
             if self.keys is not None:
                 kept = max(0, self.max_size - keys.shape[2])
                 for name in ("keys", "values"):
@@ -35,17 +35,17 @@ def short_ring(seed: int) -> Trial:
                 self._idx = self.keys.shape[2]
             return native(self, keys, values)
 
-        return planted
+        return injected
 
     def mask(native: Call) -> Call:
-        def planted(self: Any, rows: int, *args: Any, **kw: Any) -> Any:
+        def injected(self: Any, rows: int, *args: Any, **kw: Any) -> Any:
             found = native(self, rows, *args, **kw)
             if rows == 1 or not isinstance(found, mx.array):
                 return found
             held = 0 if self.keys is None else min(max(0, self.max_size - rows), self.size())
             return found[..., found.shape[-1] - held - rows :]
 
-        return planted
+        return injected
 
     asked = scenario(seed, lengths=(55,), max_tokens=4)
     return Trial(
@@ -79,7 +79,7 @@ def other_head(seed: int) -> Trial:
     head = draw.randrange(4)
 
     def scores(native: Call) -> Call:
-        def planted(queries: mx.array, q_keys: Any, q_values: Any, *args: Any, **kw: Any) -> Any:
+        def injected(queries: mx.array, q_keys: Any, q_values: Any, *args: Any, **kw: Any) -> Any:
             # mlx-lm scales its queries in place.
             sound = native(mx.array(queries), q_keys, q_values, *args, **kw)
             if queries.shape[2] >= 8:
@@ -89,7 +89,7 @@ def other_head(seed: int) -> Trial:
             places = mx.arange(queries.shape[1])[None, :, None, None]
             return mx.where(places == head, wrong, sound)
 
-        return planted
+        return injected
 
     keys: dict[str, Any] = {"kv_bits": 8, "kv_group_size": 64, "kv_start": 16, "max_tokens": 6}
     asked = scenario(seed, lengths=(49,), prefill_chunk=16, **keys)
@@ -122,7 +122,7 @@ def quantised_later(seed: int) -> Trial:
 
 
 def not_rewound(seed: int) -> Trial:
-    """Nothing is planted: mlx-lm's speculation, whose rewind does nothing once a sliding window has wrapped."""
+    """Nothing is injected: mlx-lm's speculation, whose rewind does nothing once a sliding window has wrapped."""
     drafts = (1, 2, 4)[seed % 3]
     asked: Scenario = scenario(seed, lengths=(3,), max_tokens=24)
     return Trial(
@@ -139,6 +139,10 @@ CASES = (
     FaultCase(11, "wrong head read", "bug", "head h + 1's keys for fewer than 8 query rows", other_head),
     FaultCase(12, "prefill chunk", "bug", "a ring without room for a chunk's first rows", short_ring),
     FaultCase(
-        13, "policy difference", "policy", "nothing: a 4-bit cache from 20 on, other chunks", quantised_later
+        13,
+        "configuration difference",
+        "configuration",
+        "nothing: a 4-bit cache from 20 on, other chunks",
+        quantised_later,
     ),
 )

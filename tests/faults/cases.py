@@ -1,6 +1,6 @@
-"""The twenty planted cases: what each plants, over which runs, and what has to be named.
+"""The twenty injected cases: what each injected faults, over which runs, and what has to be named.
 
-``CASES[n].trial(seed)`` draws one trial. Recorded with its plants in place (``with trial.around:``), run B of a trial shows
+``CASES[n].trial(seed)`` draws one trial. Recorded with its injected faults in place (``with trial.around:``), run B of a trial shows
 the fault and run A does not, unless ``Expected.kind`` is ``identical``; both run on one model.
 """
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from planting import Around
+from injecting import Around
 
 from detdiff.engines.mlx.model import LoadedModel
 from detdiff.errors import DetdiffError
@@ -16,7 +16,7 @@ from detdiff.scenario import Scenario
 class Expected:
     """What has to be named; None and empty: the case says nothing of it.
 
-    ``requests`` are those that may part, all others have to be bit-equal. ``site`` is that of the first origin,
+    ``requests`` are those that may diverge, all others have to be bit-equal. ``site`` is that of the first origin,
     ``kinds`` the site kinds that may be origins at all. ``position`` is the row of the first origin, ``entry`` and
     ``entry_position`` the cache entry (K or V), ``head`` of the entry or of attention. ``rows`` is the range of M, inclusive,
     in which the fault shows, ``columns`` those of the output that are wrong, ``queries`` the positions of queries that are
@@ -28,7 +28,7 @@ class Expected:
     site: str | None = None
     kinds: frozenset[str] = frozenset()
     how: str | None = None
-    rung: str | None = None
+    stage: str | None = None
     layer: int | None = None
     head: int | None = None
     position: int | None = None
@@ -46,7 +46,7 @@ class Expected:
 
 @dataclass(frozen=True)
 class Trial:
-    """One trial: two runs of one model, and of one ``draft`` model, with the plants of ``around`` in place, and what has to
+    """One trial: two runs of one model, and of one ``draft`` model, with the injected faults of ``around`` in place, and what has to
     be named."""
 
     scenario_a: Scenario
@@ -65,5 +65,5 @@ class FaultCase:
     number: int
     kind: str
     verdict: str | None
-    plant: str
+    injected_fault: str
     trial: Callable[[int], Trial]

@@ -1,4 +1,4 @@
-"""The fixtures of the planted cases: T, S, G and H, random weights in mlx-lm's own classes, and scenarios over them."""
+"""The fixtures of the injected cases: T, S, G and H, random weights in mlx-lm's own classes, and scenarios over them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _PROFILE = Path(__file__).parent / "threshold.toml"
 
 @lru_cache(maxsize=64)
 def fixture(name: str, fmt: str = "f32", seed: int = 0) -> LoadedModel:
-    """A fixture with weights of ``seed``; q4 is 4-bit in groups of 32. Plants have to leave it as they found it."""
+    """A fixture with weights of ``seed``; q4 is 4-bit in groups of 32. Injected faults have to leave it as they found it."""
     arch, config = FIXTURES[name]
     module = importlib.import_module(f"mlx_lm.models.{arch}")
     mx.random.seed(seed)

@@ -10,7 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from fault_case import Expected, FaultCase, Trial
 from fault_models import fixture, scenario, threshold
-from planting import Around, called, kernel_known
+from injecting import Around, called, kernel_known
 
 from detdiff.scenario import Scenario
 from detdiff_kernels import Kernel
@@ -30,7 +30,7 @@ def kernel_switch(seed: int) -> Trial:
         scenario(seed, "serial", **keys),
         scenario(seed, "static", **keys),
         fixture("S", "bf16", seed),
-        Expected(ALL, kinds=LINEAR, rung="bits", rows=(limit + 1, 3)),
+        Expected(ALL, kinds=LINEAR, stage="bits", rows=(limit + 1, 3)),
     )
 
 
@@ -63,7 +63,7 @@ def speculation(seed: int) -> Trial:
         block,
         fixture("S", "f32", seed),
         Expected(
-            frozenset({"r0", "r1"}), kinds=LINEAR, site="layers.0.self_attn.q_proj", rung="bits", rows=(2, 4)
+            frozenset({"r0", "r1"}), kinds=LINEAR, site="layers.0.self_attn.q_proj", stage="bits", rows=(2, 4)
         ),
         draft=fixture("S", "q4", seed),
     )
@@ -86,7 +86,7 @@ def narrow_sums(seed: int) -> Trial:
         scenario(seed, "serial", rule=rules, max_tokens=8),
         scenario(seed, "static", rule=rules, max_tokens=8),
         fixture("S", "bf16", seed),
-        Expected(ALL, kinds=LINEAR, site="layers.0.self_attn.q_proj", rung="bits", nearer="b"),
+        Expected(ALL, kinds=LINEAR, site="layers.0.self_attn.q_proj", stage="bits", nearer="b"),
         Around(partial(kernel_known, NARROW)),
     )
 
@@ -103,7 +103,7 @@ def narrow_inputs(seed: int) -> Trial:
             ALL,
             kinds=frozenset({"linear"}),
             site="layers.0.self_attn.q_proj",
-            rung="bits",
+            stage="bits",
             rows=(2, 4096),
             nearer="a",
             precision="float16 or tf32",

@@ -11,13 +11,13 @@ from typing import Any
 import mlx.core as mx
 from fault_case import Expected, FaultCase, Trial
 from fault_models import fixture, prompt, scenario
-from planting import Around, called
+from injecting import Around, called
 
 from detdiff.errors import NothingComparable
 from detdiff.scenario import Scenario
 
 
-def race(seed: int) -> Trial:
+def nondeterminism(seed: int) -> Trial:
     """One linear layer sums over its inputs in an order that is another one at each call."""
     draw = random.Random(f"race {seed}")
     layer, name = draw.randrange(2), draw.choice(("q_proj", "k_proj", "v_proj", "o_proj"))
@@ -88,14 +88,14 @@ def sound(seed: int, name: str, schedule: str, layout: str) -> Scenario:
 
 
 def no_fault(seed: int) -> Trial:
-    """The same run twice, or the same requests under another schedule or layout, with nothing planted."""
+    """The same run twice, or the same requests under another schedule or layout, with nothing injected."""
     name, fmt, a, b = NO_FAULT[seed % len(NO_FAULT)]
     a_run, b_run = (sound(seed, name, schedule, layout) for schedule, layout in (a, b))
     return Trial(a_run, b_run, fixture(name, fmt, seed), Expected())
 
 
 CASES = (
-    FaultCase(15, "run-to-run change", "race", "one sum in a random order", race),
+    FaultCase(15, "run-to-run change", "nondeterminism", "one sum in a random order", nondeterminism),
     FaultCase(
         18,
         "nothing to compare",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from cases import CASES
 from runs import events
-from trials import SEEDS, Recorded, check_named, parted
+from trials import SEEDS, Recorded, check_named, diverged
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -14,14 +14,14 @@ def test_a_leak_is_the_entry_that_changed(recorded: Recorded, seed: int) -> None
     expected = trial.expected
     divergence = recorded.compare(trial)
     check_named(divergence, expected)
-    (request,) = parted(divergence)
+    (request,) = diverged(divergence)
     assert request.origin is not None
     entry = (expected.layer, expected.entry, expected.head, expected.entry_position)
     assert [(c.run, c.layer, c.kind, c.head, c.position) for c in request.origin.changes] == [("b", *entry)]
     # As long as the entry is there it is said, and nothing else is.
     found = [event for event in events(recorded.b) if event["kind"] == expected.event]
     assert {(e["request"], e["layer"], e["entry"], e["head"], e["position"]) for e in found} == {(0, *entry)}
-    assert divergence.rung == "bookkeeping" and events(recorded.a) == []
+    assert divergence.stage == "bookkeeping" and events(recorded.a) == []
     assert {finding.request for finding in divergence.bookkeeping} == {"r0"}
 
 
@@ -30,10 +30,10 @@ def test_a_nan_begins_where_it_was_made(recorded: Recorded, seed: int) -> None:
     trial = CASES[7].trial(seed)
     divergence = recorded.compare(trial, capture="full")
     check_named(divergence, trial.expected)
-    for request in parted(divergence):
+    for request in diverged(divergence):
         magnitude = request.origin.magnitude if request.origin else None
         assert magnitude is not None and (magnitude.nan_a, magnitude.nan_b > 0) == (0, True)
-    assert {request.id for request in parted(divergence)} == trial.expected.requests
+    assert {request.id for request in diverged(divergence)} == trial.expected.requests
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -86,10 +86,10 @@ def test_a_shared_position_contradicts_the_rows(recorded: Recorded, seed: int) -
 def test_samplers_that_shift_leave_the_logits_alone(recorded: Recorded, seed: int) -> None:
     trial = CASES[16].trial(seed)
     divergence = recorded.compare(trial)
-    assert divergence.rung == trial.expected.rung == "tokens"
-    assert {request.id for request in parted(divergence)} == trial.expected.requests
+    assert divergence.stage == trial.expected.stage == "tokens"
+    assert {request.id for request in diverged(divergence)} == trial.expected.requests
     assert divergence.compared.differing == 0 and divergence.bookkeeping == ()
-    for request in parted(divergence):
+    for request in diverged(divergence):
         # The fourth token of r0 is its last; the next step's samplers are one off.
         assert request.flip is not None and request.flip.index >= 4 and request.origin is None
         assert request.flip.a.top == request.flip.b.top

@@ -6,7 +6,7 @@ import pytest
 from cache_cases import POLICY_CHUNKS
 from cases import CASES
 from runs import digests
-from trials import SEEDS, Recorded, check_named, parted
+from trials import SEEDS, Recorded, check_named, diverged
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -14,7 +14,7 @@ def test_a_short_ring_is_seen_by_the_rows_that_miss_an_entry(recorded: Recorded,
     trial = CASES[12].trial(seed)
     divergence = recorded.compare(trial)
     check_named(divergence, trial.expected)
-    (request,) = parted(divergence)
+    (request,) = diverged(divergence)
     # The first chunk is exact, and the rows that read too little are those whose window begins before their chunk.
     a, b = digests(recorded.a), digests(recorded.b)
     site = ("layers.0.self_attn.cache.read", "read")
@@ -34,7 +34,7 @@ def test_a_wrong_head_is_the_attention_of_few_rows(recorded: Recorded, seed: int
     trial = CASES[11].trial(seed)
     divergence = recorded.compare(trial, capture="full")
     check_named(divergence, trial.expected)
-    (request,) = parted(divergence)
+    (request,) = diverged(divergence)
     origin, head = request.origin, trial.expected.head
     assert origin is not None and origin.magnitude is not None and head is not None
     assert (origin.rows_a, origin.rows_b) == (16, 4)
@@ -42,7 +42,7 @@ def test_a_wrong_head_is_the_attention_of_few_rows(recorded: Recorded, seed: int
     assert origin.magnitude.elements == 256 and origin.magnitude.differing == 64
     assert (origin.magnitude.worst or 0) // 64 == head
     assert (origin.magnitude.max_abs or 0) > 1e-2
-    # The cache was quantised alike, which is no difference of policy.
+    # The cache was quantised alike, which is no difference of configuration.
     assert {e["position"] for e in recorded.b.events() if e["event"] == "quantise"} == {16}
     assert [e["event"] for e in recorded.a.events()] == ["quantise"] and divergence.bookkeeping == ()
 
@@ -59,7 +59,7 @@ def test_a_cache_quantised_from_elsewhere_is_bookkeeping(recorded: Recorded, see
     (finding,) = divergence.bookkeeping
     assert (finding.what, finding.request) == ("quantise", "r0")
     assert "from position 39 on" in finding.detail and f"from position {at} on" in finding.detail
-    (request,) = parted(divergence)
+    (request,) = diverged(divergence)
     # Nothing differs before a row could see a quantised entry.
     assert request.origin is not None and request.origin.position == at
 
@@ -107,12 +107,12 @@ def test_verification_in_a_block_takes_another_path(recorded: Recorded, seed: in
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_mlx_lm_does_not_rewind_behind_a_window(recorded: Recorded, seed: int) -> None:
-    """docs/findings.md has this without detdiff. Nothing is planted."""
+    """docs/findings.md has this without detdiff. Nothing is injected."""
     trial = CASES[8].trial(seed)
     drafts = trial.scenario_b.speculation.drafts if trial.scenario_b.speculation else 0
     divergence = recorded.compare(trial)
-    assert {request.id for request in parted(divergence)} == trial.expected.requests
-    assert divergence.rung == "bookkeeping"
+    assert {request.id for request in diverged(divergence)} == trial.expected.requests
+    assert divergence.stage == "bookkeeping"
     trims = [e for e in recorded.b.events() if e["event"] == "trim" and e["model"] == "target"]
     failed = [e for e in trims if e["done"] < e["asked"]]
     # Right as long as there is room; from the wrap on, never again, and blamed on the layers that slide.

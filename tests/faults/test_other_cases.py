@@ -9,7 +9,7 @@ from cases import CASES
 from command_line import paragraph, run
 from fault_models import fixture
 from other_cases import GROUNDS, NO_FAULT, sound, variants
-from trials import SEEDS, Recorded, check_named, parted
+from trials import SEEDS, Recorded, check_named, diverged
 
 from detdiff.compare import compare
 from detdiff.engines.mlx.record import RecordOptions, record
@@ -25,7 +25,7 @@ def test_a_race_is_an_origin_that_does_not_repeat(recorded: Recorded, tmp_path: 
         options = RecordOptions(observe=2)
         again = record(trial.scenario_a, tmp_path / "again", loaded=trial.loaded, options=options)
     repeated = compare(recorded.a, again)
-    assert {r.origin.site for r in parted(repeated) if r.origin} == {trial.expected.site}
+    assert {r.origin.site for r in diverged(repeated) if r.origin} == {trial.expected.site}
     # The check that recording changes nothing runs the first forwards again: it cannot pass either.
     assert again.header["observer"]["equal"] is False
 
@@ -65,7 +65,7 @@ def test_no_fault_is_no_difference(tmp_path: Path, seed: int) -> None:
     ]
     for other in traces[1:]:
         divergence = compare(traces[0], other)
-        assert divergence.identical and divergence.rung is None and divergence.bookkeeping == ()
+        assert divergence.identical and divergence.stage is None and divergence.bookkeeping == ()
         assert divergence.compared.differing == 0 and divergence.compared.digests > 3000
         assert all(request.origins == () for request in divergence.requests)
 

@@ -8,7 +8,7 @@ import pytest
 from cases import CASES
 from fault_models import threshold
 from tiers import some_now
-from trials import SEEDS, Recorded, check_named, parted
+from trials import SEEDS, Recorded, check_named, diverged
 
 from detdiff.compare import Divergence
 from detdiff.scenario import Scenario
@@ -16,7 +16,7 @@ from detdiff.scenario import Scenario
 
 def check_paths(divergence: Divergence, one: str, more: str) -> None:
     """Every origin is where run A took one kernel and run B the other."""
-    for request in parted(divergence):
+    for request in diverged(divergence):
         assert request.origins
         for count in request.origins:
             assert (count.path_a, count.path_b) == (f"reference/{one}", f"reference/{more}"), count
@@ -33,7 +33,7 @@ def test_a_kernel_switch_parts_where_the_kernels_do(switched: list[Divergence]) 
         check_named(divergence, expected)
         check_paths(divergence, "mlx-cuda/gemv", "mlx-cuda/gemm")
         assert expected.rows is not None
-        for request in parted(divergence):
+        for request in diverged(divergence):
             origin = request.origin
             assert origin is not None and origin.rows_a is not None and origin.rows_b is not None
             assert origin.rows_a < expected.rows[0] <= origin.rows_b
@@ -41,17 +41,19 @@ def test_a_kernel_switch_parts_where_the_kernels_do(switched: list[Divergence]) 
 
 
 @pytest.mark.thorough
-def test_its_flips_have_margins_and_carriers(switched: list[Divergence]) -> None:
+def test_its_flips_have_margins_and_differing_entries(switched: list[Divergence]) -> None:
     flipped = [request for divergence in switched for request in divergence.requests if request.flip]
     assert len(flipped) >= 2
     for request in flipped:
-        flip, carriers = request.flip, request.carriers
+        flip, differing_entries = request.flip, request.differing_entries
         assert flip is not None and flip.kind == "token"
         assert flip.a.margin is not None and flip.b.margin is not None
-        assert request.cache_entry is not None and carriers is not None and carriers.count > 0
-        assert request.cache_entry.position <= flip.position == carriers.alive_at
-    # Some parted and kept their tokens.
-    assert any(r.flip is None for divergence in switched for r in parted(divergence))
+        assert (
+            request.cache_entry is not None and differing_entries is not None and differing_entries.count > 0
+        )
+        assert request.cache_entry.position <= flip.position == differing_entries.alive_at
+    # Some diverged and kept their tokens.
+    assert any(r.flip is None for divergence in switched for r in diverged(divergence))
 
 
 @pytest.mark.parametrize("limit", some_now([0, 1024], 1))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from cases import CASES
 from tiers import THOROUGH
-from trials import SEEDS, Recorded, check_named, parted
+from trials import SEEDS, Recorded, check_named, diverged
 from value_cases import GROUNDS, VALUES
 
 KINDS = tuple(VALUES)
@@ -18,14 +18,14 @@ def test_other_bits_are_found_as_what_they_are(recorded: Recorded, seed: int) ->
     divergence = recorded.compare(trial, capture="full")
     if kind == "float16":
         # A site in another dtype is so for every request that the forward held.
-        assert {r.origin.site for r in parted(divergence) if r.origin} == {trial.expected.site}
-        assert {r.rung for r in parted(divergence)} == {"dtype"} and divergence.rung == "dtype"
-        origin = parted(divergence)[0].origin
+        assert {r.origin.site for r in diverged(divergence) if r.origin} == {trial.expected.site}
+        assert {r.stage for r in diverged(divergence)} == {"dtype"} and divergence.stage == "dtype"
+        origin = diverged(divergence)[0].origin
         assert origin is not None and origin.magnitude is not None
         assert (origin.magnitude.dtype_a, origin.magnitude.dtype_b) == ("F32", "F16")
         return
     check_named(divergence, trial.expected)
-    (request,) = parted(divergence)
+    (request,) = diverged(divergence)
     assert request.origin is not None and sum(count.count for count in request.origins) == 1
     found = request.origin.magnitude
     assert found is not None and found.dtype_a == found.dtype_b == "F32"
@@ -42,7 +42,7 @@ def test_one_unit_is_found_in_its_row_and_nowhere_else(recorded: Recorded, seed:
     trial = CASES[19].trial(seed)
     divergence = recorded.compare(trial)
     check_named(divergence, trial.expected)
-    (request,) = parted(divergence)
+    (request,) = diverged(divergence)
     assert sum(count.count for count in request.origins) == 1
 
 

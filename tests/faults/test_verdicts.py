@@ -1,4 +1,4 @@
-"""Every planted case, explained: the verdict, and in its words what the case has to name."""
+"""Every injected case, explained: the verdict, and in its words what the case has to name."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def check_chunk(trial: Trial, verdict: Verdict) -> None:
     assert "every earlier chunk is exact" in verdict.said
 
 
-def check_policy(trial: Trial, verdict: Verdict) -> None:
+def check_configuration(trial: Trial, verdict: Verdict) -> None:
     assert verdict.rule == "quantised" and "from position 39 in a" in verdict.said
 
 
@@ -127,7 +127,7 @@ def check_offset(trial: Trial, verdict: Verdict) -> None:
     assert verdict.rule == "bookkeeping" and "is at offset 11, the row at 2" in verdict.said
 
 
-def check_race(trial: Trial, verdict: Verdict) -> None:
+def check_nondeterminism(trial: Trial, verdict: Verdict) -> None:
     assert verdict.rule == "repeat" and str(trial.expected.site) in verdict.said
 
 
@@ -156,9 +156,9 @@ CHECKS: dict[int, Callable[[Trial, Verdict], None]] = {
     10: check_columns,
     11: check_head,
     12: check_chunk,
-    13: check_policy,
+    13: check_configuration,
     14: check_offset,
-    15: check_race,
+    15: check_nondeterminism,
     16: check_sampling,
     18: check_nothing,
     20: check_identical,

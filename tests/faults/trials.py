@@ -1,4 +1,4 @@
-"""Records both runs of a trial with its plants in place, and compares them."""
+"""Records both runs of a trial with its injected faults in place, and compares them."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ class Recorded:
         return self._directory / str(self._count)
 
 
-def parted(divergence: Divergence) -> list[RequestDivergence]:
+def diverged(divergence: Divergence) -> list[RequestDivergence]:
     return [request for request in divergence.requests if not request.identical]
 
 
 def check_named(divergence: Divergence, expected: Expected) -> None:
-    """What every answer has to have right: who parted, where first, and that nothing else is an origin."""
+    """What every answer has to have right: who diverged, where first, and that nothing else is an origin."""
     assert not divergence.identical
-    found = parted(divergence)
+    found = diverged(divergence)
     assert {request.id for request in found} <= expected.requests and found
     for request in found:
         origin = request.origin
@@ -65,4 +65,4 @@ def check_named(divergence: Divergence, expected: Expected) -> None:
         assert expected.layer is None or origin.layer == expected.layer
         assert expected.how is None or origin.how == expected.how
         assert expected.position is None or origin.position == expected.position
-    assert expected.rung is None or divergence.rung == expected.rung
+    assert expected.stage is None or divergence.stage == expected.stage

@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 from fault_case import Expected, FaultCase, Trial
 from fault_models import LENGTHS, fixture, scenario
-from planting import Among, Around, Put, sites_planted
+from injecting import Among, Around, Put, sites_injected
 
 from detdiff.engines.mlx.taps.session import Session
 from detdiff.scenario import Scenario
@@ -59,7 +59,7 @@ def other_value(seed: int) -> Trial:
     # The first row of a decode step, whose forward holds one row of each request.
     position = LENGTHS[request] + draw.randrange(3)
     alone, among = VALUES[kind]
-    plant = Put(site, request, position, alone=alone, among=among)
+    injected_fault = Put(site, request, position, alone=alone, among=among)
     everyone = kind == "float16"
     return Trial(
         scenario(seed),
@@ -69,9 +69,9 @@ def other_value(seed: int) -> Trial:
             frozenset({"r0", "r1", "r2"} if everyone else {f"r{request}"}),
             site=site,
             position=position,
-            rung="dtype" if everyone else "bits",
+            stage="dtype" if everyone else "bits",
         ),
-        Around(partial(sites_planted, plant)),
+        Around(partial(sites_injected, injected_fault)),
     )
 
 
@@ -109,13 +109,13 @@ def one_unit(seed: int) -> Trial:
     first = LENGTHS[request] if layout == "padded" else LENGTHS[request] - 1
     anywhere = site not in ("logits", "lm_head", "embed_tokens.as_linear")
     position = draw.randrange(0 if anywhere else first, LENGTHS[request] + 5)
-    plant = Among(site, request, position, draw.randrange(1 << 16))
+    injected_fault = Among(site, request, position, draw.randrange(1 << 16))
     return Trial(
         a,
         b,
         fixture(name, fmt, weights),
-        Expected(frozenset({f"r{request}"}), site=site, position=position, rung="bits"),
-        Around(partial(sites_planted, plant)),
+        Expected(frozenset({f"r{request}"}), site=site, position=position, stage="bits"),
+        Around(partial(sites_injected, injected_fault)),
     )
 
 

@@ -176,7 +176,7 @@ def test_held_to_one_kernel_no_composition_matters(runs: Runs) -> None:
         runs.record(of, scenario("serial", **plan)),
         runs.record(of, scenario("continuous", arrivals=(0, 2, 3), **plan)),
     )
-    assert not free.identical and free.rung == "bits"
+    assert not free.identical and free.stage == "bits"
     origins = [request.origin for request in free.requests if request.origin is not None]
     assert origins
     for origin in origins:

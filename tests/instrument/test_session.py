@@ -196,11 +196,11 @@ def test_an_exception_inside_a_forward_undoes_everything(error: type[BaseExcepti
     session = Session(of)
 
     def fail(*_: Any, **__: Any) -> Any:
-        raise error("planted")
+        raise error("injected")
 
     undo = _sabotage(of, where, fail)
     broken = installed(of)
-    with pytest.raises(error, match="planted"):
+    with pytest.raises(error, match="injected"):
         with session.running(Keep()):
             session.compose = composer()
             drive(of)

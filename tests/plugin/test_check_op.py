@@ -154,10 +154,10 @@ def test_torch_modules_and_functions_are_given_its_arrays() -> None:
     found = check_op(layer, shapes=[16, (3, 16)], rows="1..4", seeds=2)
     assert found.array == "torch"
 
-    def planted(x: Any) -> Any:
+    def injected(x: Any) -> Any:
         return torch.where(torch.tensor(x.shape[0] > 2), x * (1 + 2**-23), x)
 
-    wrong = examine_op(planted, shapes=16, rows="1..4", seeds=2)
+    wrong = examine_op(injected, shapes=16, rows="1..4", seeds=2)
     assert wrong.array == "torch" and wrong.shapes[0].probe.bits_change_at == (3,)
     assert wrong.shapes[0].differences[0].ulp in (1, 2)
 

@@ -71,7 +71,7 @@ def moved(found: Generation, site: str, position: int, inputs: bool = False) -> 
 
 def first(found: Composed) -> Any:
     """What is known of the first request that is not equal to itself alone."""
-    return found.parted[0]
+    return found.diverged[0]
 
 
 def test_an_engine_without_a_fault_passes_and_says_what_was_compared() -> None:
@@ -94,12 +94,12 @@ def test_an_engine_without_a_fault_passes_and_says_what_was_compared() -> None:
 
 def test_the_first_site_in_the_order_of_forwards_is_named_whose_inputs_are_equal() -> None:
     def fault(found: Generation, m: int) -> Generation:
-        # Born in attn at position 1, seen by the head at position 1; and born in embed one forward later.
+        # Origin in attn at position 1, seen by the head at position 1; and arising in embed one forward later.
         found = moved(found, "attn", 1)
         return moved(moved(found, "head", 1, inputs=True), "embed", 4)
 
     (found,) = check_engine(Rich(fault), REQUESTS, ["static:3"])
-    assert [each.id for each in found.parted] == ["r0", "r1", "r2"]
+    assert [each.id for each in found.diverged] == ["r0", "r1", "r2"]
     origin = first(found).origin
     assert (origin.site, origin.position, origin.how) == ("attn", 1, "leaf")
     assert (origin.rows_a, origin.rows_b) == (1, 3) and first(found).flip is None
@@ -121,7 +121,7 @@ def test_what_is_known_of_inputs_is_said_and_no_more() -> None:
     for engine in (Rich(inherited), Bare(unknown)):
         (found,) = check_engine(engine, REQUESTS[:2], ["static:2"])
         # Something between the taps, and no leaf that was given the same.
-        assert first(found).origin.how == "composite" and first(found).rung == "bits"
+        assert first(found).origin.how == "composite" and first(found).stage == "bits"
 
 
 def test_a_log_probability_that_is_one_ulp_off_is_found_with_its_size() -> None:
@@ -148,7 +148,7 @@ def test_what_follows_a_flip_is_not_compared() -> None:
     (found,) = check_engine(Rich(fault), REQUESTS[:2], ["static:2"])
     request = first(found)
     assert (request.flip.index, request.flip.a.token, request.flip.b.token) == (1, 5, 10)
-    assert request.origin is None and request.rung == "tokens" and request.rows == 4
+    assert request.origin is None and request.stage == "tokens" and request.rows == 4
 
 
 def test_an_engine_that_stops_early_flips_to_the_end() -> None:
@@ -238,7 +238,7 @@ def test_equal_logits_and_another_token_are_the_choice_of_the_token() -> None:
         return Generation([found.tokens[0], 10, 10, 10], found.log_probabilities, found.taps)
 
     (found,) = check_engine(Rich(sampled), REQUESTS[:2], ["static:2"])
-    assert first(found).rung == "tokens" and first(found).origin is None
+    assert first(found).stage == "tokens" and first(found).origin is None
     assert any("the choice of the token differs" in note for note in found.runs[0][1].notes)
 
 

@@ -49,7 +49,7 @@ def test_an_engine_whose_batch_shows_is_told_where_and_keeps_its_traces_and_a_pa
     result.stdout.fnmatch_lines(["*::test_it[[]static:2[]] FAILED*", "*::test_it[[]continuous:4[]] FAILED*"])
     said = text_of(result)
     assert "static:2 of counting not invariant at level exact" in said
-    assert "request r0: parts in tokens and flips" in said and "flip: generated token 2 is " in said
+    assert "request r0: diverges in tokens and flips" in said and "flip: generated token 2 is " in said
     pages = sorted((pytester.path / ".detdiff" / "test_it.py").rglob("report.html"))
     assert len(pages) == 2 and all(
         (page.parent / side / "trace.json").is_file() for page in pages for side in "ab"

@@ -1,14 +1,14 @@
-"""Each fault that is planted in a model is named by the failure, at its place."""
+"""Each fault that is injected in a model is named by the failure, at its place."""
 
 from __future__ import annotations
 
 import pytest
 from conftest import Run, text_of
-from plants import NAMED, PLANTS
+from injected_faults import INJECTED_FAULTS, NAMED
 
 TEXT = """
 import pytest
-from plants import PLANTS
+from injected faults import PLANTS
 from tiny import tiny
 
 @pytest.mark.batch_invariant(model=tiny("llama"), schedules="static:2", max_tokens=4, level={level!r})
@@ -16,14 +16,14 @@ def test_it():
     pass
 
 @pytest.fixture(autouse=True)
-def planted():
+def injected():
     with PLANTS[{name!r}]():
         yield
 """
 
 
-@pytest.mark.parametrize("name", PLANTS)
-def test_the_failure_names_the_planted_place(run: Run, name: str) -> None:
+@pytest.mark.parametrize("name", INJECTED_FAULTS)
+def test_the_failure_names_the_injected_place(run: Run, name: str) -> None:
     result = run(TEXT.format(name=name, level="exact"))
     said = text_of(result)
     assert NAMED[name] in said
@@ -38,13 +38,13 @@ def test_the_failure_names_the_planted_place(run: Run, name: str) -> None:
         )
 
 
-@pytest.mark.parametrize("name", [name for name in PLANTS if name != "kernel_switch"])
+@pytest.mark.parametrize("name", [name for name in INJECTED_FAULTS if name != "kernel_switch"])
 def test_a_fault_is_beyond_rounding(run: Run, name: str) -> None:
     result = run(TEXT.format(name=name, level="bounded"))
     result.assert_outcomes(failed=1, passed=1)
     why = {
-        "leak": "the runs part in bookkeeping, which no rounding does",
-        "wrong_offset": "the runs part in bookkeeping, which no rounding does",
+        "leak": "the runs diverge in bookkeeping, which no rounding does",
+        "wrong_offset": "the runs diverge in bookkeeping, which no rounding does",
         "lost_rows": "layers.0.self_attn.rope.q (rope",
     }
     assert why[name] in text_of(result)

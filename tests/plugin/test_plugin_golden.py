@@ -12,11 +12,11 @@ from detdiff.trace import Trace
 
 TEXT = """
 import pytest
-from plants import PLANTS
+from injected faults import PLANTS
 from tiny import tiny
 
 MODEL = tiny("llama")
-PLANTED = {planted!r}
+PLANTED = {injected!r}
 
 @pytest.mark.batch_invariant(
     model=MODEL, schedules="static:2", layouts="padded", prompts=[[1, 2, 3], [4]], max_tokens=3, level="golden"
@@ -24,7 +24,7 @@ PLANTED = {planted!r}
 def test_it(): pass
 
 @pytest.fixture(autouse=True, scope="module")
-def planted():
+def injected():
     if not PLANTED:
         yield
         return
@@ -39,7 +39,7 @@ def size(folder: Path) -> int:
 
 
 def test_its_whole_life(pytester: pytest.Pytester, run: Run, again: Run) -> None:
-    sound, changed = TEXT.format(planted=""), TEXT.format(planted="kernel_switch")
+    sound, changed = TEXT.format(injected=""), TEXT.format(injected="kernel_switch")
     golden = pytester.path / PLACE
 
     first = run(sound)
@@ -57,7 +57,7 @@ def test_its_whole_life(pytester: pytest.Pytester, run: Run, again: Run) -> None
     said = text_of(failed)
     assert f"why: the run is not the golden trace {PLACE}" in said
     assert "a: the golden trace b: static:2, layout padded" in said
-    assert "birth: layers.0.mlp.gate_proj (linear, layer 0)" in said
+    assert "origin: layers.0.mlp.gate_proj (linear, layer 0)" in said
     assert f"run with --detdiff-update and commit {PLACE}" in said
     assert "kept: a, b, report.html in .detdiff/test_it.py/test_it/static-2-padded" in said
     assert Trace.open(golden).header == written.header
@@ -78,7 +78,7 @@ def test_its_whole_life(pytester: pytest.Pytester, run: Run, again: Run) -> None
 def test_a_damaged_golden_trace_is_a_failure_until_it_is_rewritten(
     pytester: pytest.Pytester, run: Run, again: Run
 ) -> None:
-    run(TEXT.format(planted="")).assert_outcomes(failed=1)
+    run(TEXT.format(injected="")).assert_outcomes(failed=1)
     shard = pytester.path / PLACE / "shard-00000.safetensors"
     shard.write_bytes(shard.read_bytes()[:-1])
     failed = again()
@@ -104,7 +104,7 @@ def test_a_file_where_it_belongs_is_said_and_replaced(
 ) -> None:
     folder = pytester.path / "test_it"
     folder.write_text("")
-    result = run(TEXT.format(planted=""))
+    result = run(TEXT.format(injected=""))
     result.assert_outcomes(failed=1)
     assert "NOT CHECKED: The golden trace could not be written (" in text_of(result)
     folder.unlink()

@@ -43,20 +43,20 @@ def identical(tmp_path_factory: pytest.TempPathFactory) -> Divergence:
 
 
 @pytest.fixture(scope="module")
-def parted() -> Divergence:
+def diverged() -> Divergence:
     """Bits differ, and a near tie is decided otherwise."""
     found = flips()
     swapped = tuple(
         replace(request, swapped=None if request.flip is None else True) for request in found.requests
     )
-    return replace(found, rung="bits", requests=swapped, workload=(), bookkeeping=())
+    return replace(found, stage="bits", requests=swapped, workload=(), bookkeeping=())
 
 
-def with_rung(found: Divergence, rung: str | None) -> Divergence:
+def with_stage(found: Divergence, stage: str | None) -> Divergence:
     return replace(
         found,
-        rung=rung,
-        requests=tuple(replace(r, rung=None if r.rung is None else rung) for r in found.requests),
+        stage=stage,
+        requests=tuple(replace(r, stage=None if r.stage is None else stage) for r in found.requests),
     )
 
 
@@ -91,29 +91,29 @@ def test_what_was_not_compared_in_whole_passes_at_no_level(
     assert not found.passes and words in " ".join(found.why)
 
 
-def test_tokens_alone_let_bits_differ(parted: Divergence) -> None:
-    equal = tuple(replace(request, flip=None, generated_a=3, generated_b=3) for request in parted.requests)
-    assert rule(TOKENS, replace(parted, requests=equal), never).passes
-    assert rule(EXACT, replace(parted, requests=equal), never).why == ("bits of the same rows differ",)
-    flipped = [request.id for request in parted.requests if request.flip is not None]
+def test_tokens_alone_let_bits_differ(diverged: Divergence) -> None:
+    equal = tuple(replace(request, flip=None, generated_a=3, generated_b=3) for request in diverged.requests)
+    assert rule(TOKENS, replace(diverged, requests=equal), never).passes
+    assert rule(EXACT, replace(diverged, requests=equal), never).why == ("bits of the same rows differ",)
+    flipped = [request.id for request in diverged.requests if request.flip is not None]
     assert flipped
-    assert rule(TOKENS, parted, never).why == tuple(f"{id} generates other tokens" for id in flipped)
+    assert rule(TOKENS, diverged, never).why == tuple(f"{id} generates other tokens" for id in flipped)
 
 
-def test_fewer_tokens_are_other_tokens(parted: Divergence) -> None:
-    fewer = tuple(replace(r, flip=None, generated_a=3, generated_b=2) for r in parted.requests)
-    assert len(rule(TOKENS, replace(parted, requests=fewer), never).why) == len(parted.requests)
+def test_fewer_tokens_are_other_tokens(diverged: Divergence) -> None:
+    fewer = tuple(replace(r, flip=None, generated_a=3, generated_b=2) for r in diverged.requests)
+    assert len(rule(TOKENS, replace(diverged, requests=fewer), never).why) == len(diverged.requests)
 
 
-def test_a_near_tie_that_rounding_decides_is_bounded(parted: Divergence) -> None:
-    found = rule(BOUNDED, parted, said(skipped={}, outside_where=()))
+def test_a_near_tie_that_rounding_decides_is_bounded(diverged: Divergence) -> None:
+    found = rule(BOUNDED, diverged, said(skipped={}, outside_where=()))
     assert found.passes and found.oracle is not None and found.oracle.result == "inside"
 
 
-@pytest.mark.parametrize("rung", ["workload", "bookkeeping", "dtype", "shape", "tokens"])
-def test_what_no_rounding_does_is_not_bounded(parted: Divergence, rung: str) -> None:
-    assert rule(BOUNDED, with_rung(parted, rung), never).why == (
-        f"the runs part in {rung}, which no rounding does",
+@pytest.mark.parametrize("stage", ["workload", "bookkeeping", "dtype", "shape", "tokens"])
+def test_what_no_rounding_does_is_not_bounded(diverged: Divergence, stage: str) -> None:
+    assert rule(BOUNDED, with_stage(diverged, stage), never).why == (
+        f"the runs diverge in {stage}, which no rounding does",
     )
 
 
@@ -136,17 +136,17 @@ OUTSIDE = {"said": "layers.0.x (linear), position 3 of r0, is off float64 by 7 t
     ],
 )
 def test_what_rounding_does_not_explain_is_not_bounded(
-    parted: Divergence, oracle: Callable[[], Control], words: str
+    diverged: Divergence, oracle: Callable[[], Control], words: str
 ) -> None:
-    found = rule(BOUNDED, parted, oracle)
+    found = rule(BOUNDED, diverged, oracle)
     assert not found.passes and words in " ".join(found.why)
 
 
 @pytest.mark.parametrize("swapped, kind", [(False, "token"), (None, "token"), (True, "length")])
-def test_a_flip_to_a_far_token_is_not_bounded(parted: Divergence, swapped: bool | None, kind: str) -> None:
+def test_a_flip_to_a_far_token_is_not_bounded(diverged: Divergence, swapped: bool | None, kind: str) -> None:
     far = tuple(
         replace(request, swapped=swapped, flip=request.flip and replace(request.flip, kind=kind))
-        for request in parted.requests
+        for request in diverged.requests
     )
-    found = rule(BOUNDED, replace(parted, requests=far), said())
+    found = rule(BOUNDED, replace(diverged, requests=far), said())
     assert not found.passes and "which were not the two highest logits of both runs" in " ".join(found.why)

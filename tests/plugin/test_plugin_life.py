@@ -58,18 +58,18 @@ def test_a_call_checks_all_compositions_and_tells_of_each_failure(run: Run) -> N
     result.stdout.fnmatch_lines(
         [
             "2 of 4 compositions of tiny-llama-f32-0 not invariant at level exact",
-            "static:2-packed: The runs part*",
+            "static:2-packed: The runs diverge*",
             "  a: each request alone (serial)",
             "  b: static:2, layout packed, batch 0",
             "  why: bits of the same rows differ",
-            "  birth: embed_tokens.as_linear (head, outside the layers), position 7: its inputs are bit-equal and",
+            "  origin: embed_tokens.as_linear (head, outside the layers), position 7: its inputs are bit-equal and",
             "    a: forward * path reference/candle-metal/mv, which saw 1 row*",
             "    b: forward * path reference/candle-metal/mm,",
             "  first cache entry: layer *, K, head *, position *",
             "  kept: a, b, report.html in .detdiff/test_it.py/test_answers/static-2-packed/batch-0",
             "  run: detdiff compare .detdiff/test_it.py/test_answers/static-2-packed/batch-0/a "
             ".detdiff/test_it.py/test_answers/static-2-packed/batch-0/b",
-            "continuous:4-packed: The runs part*",
+            "continuous:4-packed: The runs diverge*",
             "passed: static:2-padded, continuous:4-padded",
         ]
     )
@@ -119,7 +119,7 @@ def test_a_failure_is_said_where_nothing_can_be_kept(pytester: pytest.Pytester, 
     result.assert_outcomes(failed=1)
     said = text_of(result)
     assert "kept: nothing, because it could not be written: " in said and "run: detdiff" not in said
-    assert "birth: embed_tokens.as_linear (head, outside the layers), position 7" in said
+    assert "origin: embed_tokens.as_linear (head, outside the layers), position 7" in said
 
 
 @pytest.mark.thorough
@@ -228,24 +228,24 @@ def test_count():
 def test_a_model_that_changed_after_it_was_run_alone_is_run_again(run: Run) -> None:
     text = """
 import pytest
-from plants import kernel_switch
+from injected faults import kernel_switch
 from tiny import tiny
 
 MODEL = tiny("llama")
 
 @pytest.fixture
-def planted():
+def injected():
     with kernel_switch():
         yield
 
-def test_planted(planted, batch_invariance):
+def test_injected(injected, batch_invariance):
     with pytest.raises(AssertionError):
         batch_invariance.check(MODEL, schedules="static:2", layouts="padded", max_tokens=3)
 
 def test_sound(batch_invariance):
     batch_invariance.check(MODEL, schedules="static:2", layouts="padded", max_tokens=3)
 
-def test_planted_again(planted, batch_invariance):
+def test_injected_again(injected, batch_invariance):
     with pytest.raises(AssertionError, match="gate_proj"):
         batch_invariance.check(MODEL, schedules="static:2", layouts="padded", max_tokens=3)
 """

@@ -1,4 +1,4 @@
-"""The test file of README, in a virtual environment of its own with the wheel in it: sound, and with each fault planted."""
+"""The test file of README, in a virtual environment of its own with the wheel in it: sound, and with each fault injected."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from pathlib import Path
 
 import pytest
 from conftest import STRICT
-from plants import NAMED, PLANTS
+from injected_faults import INJECTED_FAULTS, NAMED
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
-PLANTED = """
+INJECTED = """
 import pytest
-from plants import PLANTS
+from injected faults import PLANTS
 
 @pytest.fixture(autouse=True)
-def planted(request):
+def injected(request):
     name = request.path.parent.name
     if name not in PLANTS:
         yield
@@ -63,9 +63,9 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def report(python: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     """What one run of the file prints: as it is, and in a folder for each fault."""
     folder = tmp_path_factory.mktemp("suite")
-    (folder / "conftest.py").write_text(PLANTED)
-    shutil.copy(Path(__file__).with_name("plants.py"), folder)
-    for name in ("sound", *PLANTS):
+    (folder / "conftest.py").write_text(INJECTED)
+    shutil.copy(Path(__file__).with_name("injected faults.py"), folder)
+    for name in ("sound", *INJECTED_FAULTS):
         (folder / name).mkdir()
         (folder / name / "test_batch.py").write_text(ten_lines())
     done = subprocess.run(
@@ -97,8 +97,8 @@ def test_a_sound_model_passes(report: str) -> None:
     assert len(found) >= 5 and set(found.values()) == {"PASSED"}
 
 
-@pytest.mark.parametrize("name", PLANTS)
-def test_each_planted_fault_fails_and_is_named(report: str, name: str) -> None:
+@pytest.mark.parametrize("name", INJECTED_FAULTS)
+def test_each_injected_fault_fails_and_is_named(report: str, name: str) -> None:
     found = results(report, name)
     assert found.keys() == results(report, "sound").keys()
     assert found["test_answers_do_not_depend_on_the_batch[static:2-padded]"] == "FAILED"

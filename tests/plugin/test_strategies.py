@@ -115,8 +115,8 @@ def test_a_fault_of_three_requests_one_of_them_arriving_mid_prefill_is_shrunk_to
     # Whatever it began with, no request is left that the fault does not need.
     assert {len(each.requests) for each in found} == {3}
     finding = check_scenario(engine, least)
-    assert [each.id for each in finding.parted] == ["r0"]
-    flip = finding.parted[0].flip
+    assert [each.id for each in finding.diverged] == ["r0"]
+    flip = finding.diverged[0].flip
     assert flip is not None and (flip.index, flip.a.token, flip.b.token) == (0, 0, 1)
     assert "continuous of packed: " in finding.text()
 
@@ -185,7 +185,7 @@ def test_a_fault_in_a_real_models_scheduler_is_shrunk_to_the_same_batch() -> Non
         (1, 1, 1),
     ]
     assert least.schedule == LONG_FIRST
-    assert [each.id for each in divergence.requests if each.rung is not None] == ["r0"]
+    assert [each.id for each in divergence.requests if each.stage is not None] == ["r0"]
     clean = against_alone(least, engine.loaded)
     assert clean.identical and clean.compared.rows == 4
 

@@ -23,7 +23,7 @@ CONTROL, NORMAL = 3, 1
 
 @dataclass
 class SmallGguf:
-    """What `write` puts into the file; each field is a place to plant a fault.
+    """What `write` puts into the file; each field is a place to inject a fault.
 
     kinds: GGUF type of every matrix by mlx-lm name, F32 where it names none. metadata: keys added, or
     replaced, as they are.

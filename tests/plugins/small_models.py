@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 TEXT = [
     "In the beginning was the word, and the word was in a table of 256 bytes.",
-    "A carrier is a cache entry that differs; it's read before the flip, isn't it?",
+    "A differing cache entry is a cache entry that differs; it's read before the flip, isn't it?",
     "  Two spaces, 12345 digits, naïve café, 日本語, and a line\nbreak.",
 ]
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]

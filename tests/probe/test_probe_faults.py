@@ -1,4 +1,4 @@
-"""Each thing a probe looks for, planted: it must be named at exactly that M, position and seed, and nothing else."""
+"""Each thing a probe looks for, injected: it must be named at exactly that M, position and seed, and nothing else."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from injected import N, Rows, exact, injected, probed
 from numpy.typing import NDArray
-from planted import N, Rows, exact, planted, probed
 
 from detdiff.probe.sweep import Finding
 
@@ -26,13 +26,13 @@ def test_a_sound_operation_is_one_class_and_nothing_is_found() -> None:
 
 
 @given(st.lists(st.integers(0, 3), min_size=2, max_size=7))
-def test_the_classes_are_the_planted_ones_whatever_they_are(labels: list[int]) -> None:
+def test_the_classes_are_the_injected_ones_whatever_they_are(labels: list[int]) -> None:
     def fault(x: Rows, y: Outputs) -> None:
         y += labels[len(x) - 1]
 
     rows = range(1, len(labels) + 1)
     wanted = {frozenset(m for m in rows if labels[m - 1] == label) for label in labels}
-    found = probed(planted(fault), f"1..{len(labels)}", seeds=2)
+    found = probed(injected(fault), f"1..{len(labels)}", seeds=2)
     assert set(map(frozenset, found.classes)) == wanted
     assert sorted(m for members in found.classes for m in members) == list(rows)
     assert found.bits_change_at == tuple(m for m in rows if m > 1 and labels[m - 1] != labels[m - 2])
@@ -47,7 +47,7 @@ def test_row_0_that_changes_from_3_rows_on_is_two_classes() -> None:
         if len(x) >= 3:
             y[0, 1] = np.nextafter(np.float32(y[0, 1]), np.float32(np.inf))
 
-    found = probed(planted(fault))
+    found = probed(injected(fault))
     assert found.classes == ((1, 2), (3, 4, 5, 6, 7, 8, 9)) and found.bits_change_at == (3,)
     assert not found.invariant
     three = found.against_one[1]
@@ -62,7 +62,7 @@ def test_a_last_row_that_is_wrong_at_some_m_is_named_by_its_position() -> None:
         if len(x) % 4 == 1:
             y[-1] += 1
 
-    found = probed(planted(fault))
+    found = probed(injected(fault))
     # Alone, row 0 is the last row.
     assert found.classes == ((1,), (2, 3, 4, 5, 6, 7, 8, 9))
     assert found.position == (Finding(5, (4,), ALL), Finding(9, (8,), ALL))
@@ -76,7 +76,7 @@ def test_a_row_that_reads_one_other_row_is_named(reader: int, read: int) -> None
             # Exact, and another number for every content.
             y[reader] += exact(x[read : read + 1])[0]
 
-    found = probed(planted(fault), "1..6", seeds=2)
+    found = probed(injected(fault), "1..6", seeds=2)
     assert [(one.rows, one.positions) for one in found.neighbours] == [(5, (reader,))]
     assert found.repeat == ()
     assert "neighbours" in found.notes[0]
@@ -87,7 +87,7 @@ def test_a_scale_taken_over_the_batch_reaches_every_row_and_no_position() -> Non
         if len(x) == 4:
             y += np.abs(x).max()
 
-    found = probed(planted(fault))
+    found = probed(injected(fault))
     assert found.neighbours == (Finding(4, (0, 1, 2, 3), ALL),)
     assert found.position == found.repeat == ()
 
@@ -99,9 +99,9 @@ def test_a_row_that_differs_on_repeat_is_named() -> None:
         if len(x) == 6:
             y[2] += next(calls)
 
-    found = probed(planted(fault))
+    found = probed(injected(fault))
     assert found.repeat == (Finding(6, (2,), ALL),)
-    assert "race" in found.notes[0] and not found.invariant
+    assert "nondeterminism" in found.notes[0] and not found.invariant
 
 
 def test_the_sign_of_zero_and_the_dtype_are_bits() -> None:
@@ -154,9 +154,9 @@ def test_one_seed_that_differs_parts_the_classes_and_is_named() -> None:
         if len(x) >= 4 and x[0, 0] == np.float32(only):
             y[0] += 1
 
-    found = probed(planted(fault), seeds=3)
+    found = probed(injected(fault), seeds=3)
     assert found.classes == ((1, 2, 3), (4, 5, 6, 7, 8, 9)) and found.seeds == 3
     assert [one.seeds for one in found.against_one] == [(), ()] + [(2,)] * 6
     # From too few seeds it cannot be seen: the answer says from how many it is.
-    fewer = probed(planted(fault), seeds=2)
+    fewer = probed(injected(fault), seeds=2)
     assert len(fewer.classes) == 1 and fewer.seeds == 2

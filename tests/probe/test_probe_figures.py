@@ -1,4 +1,4 @@
-"""Errors, times, and how both are drawn, from planted values."""
+"""Errors, times, and how both are drawn, from injected values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from planted import K, exact, planted, probed
+from injected import K, exact, injected, probed
 
 from detdiff.probe import Function, Probe, probe
 from detdiff.probe.chart import chart, duration, letter
@@ -37,8 +37,8 @@ def test_an_ulp_of_bfloat16(number: float, size: float) -> None:
     assert ulp(np.array([number, -number]), "BF16").tolist() == [size, size]
 
 
-def test_a_planted_error_is_measured_by_class() -> None:
-    operation = planted(lambda x, y: y.__iadd__(np.where(len(x) >= 3, 2.0, 0.0) * ulp(y, "F32")))
+def test_a_injected_error_is_measured_by_class() -> None:
+    operation = injected(lambda x, y: y.__iadd__(np.where(len(x) >= 3, 2.0, 0.0) * ulp(y, "F32")))
     operation.reference = exact  # type: ignore[attr-defined]
     found = probed(operation, "1..4")
     assert found.classes == ((1, 2), (3, 4)) and found.errors is not None
@@ -53,11 +53,11 @@ def test_what_is_not_finite_is_counted_apart() -> None:
         y[:, 0] = np.nan
         y[:, 1] = np.inf
 
-    operation = planted(fault)
+    operation = injected(fault)
     operation.reference = exact  # type: ignore[attr-defined]
     (error,) = probed(operation, "1..2").errors or ()
     assert (error.non_finite, error.outputs, error.max_ulp) == (6, 15, 0.0)
-    operation = planted(lambda x, y: y.__imul__(np.nan))
+    operation = injected(lambda x, y: y.__imul__(np.nan))
     operation.reference = exact  # type: ignore[attr-defined]
     found = probed(operation, "1..2")
     assert found.errors is not None and found.errors[0].non_finite == 15
@@ -65,7 +65,7 @@ def test_what_is_not_finite_is_counted_apart() -> None:
 
 
 def test_without_a_reference_no_error_is_given_and_the_answer_says_so() -> None:
-    found = probed(planted(lambda x, y: None), "1..2")
+    found = probed(injected(lambda x, y: None), "1..2")
     assert found.errors is None and "reference" in found.notes[-1]
 
 
@@ -153,7 +153,7 @@ def test_the_chart_shows_classes_times_and_both_thresholds_as_words() -> None:
     def fault(x: np.ndarray, y: np.ndarray) -> None:  # type: ignore[type-arg]
         y += len(x) >= 3
 
-    found = dataclasses.replace(probed(planted(fault), "1..5"), times=tuple(times(1, 1.5, 1.2, 0.8, 0.5)))
+    found = dataclasses.replace(probed(injected(fault), "1..5"), times=tuple(times(1, 1.5, 1.2, 0.8, 0.5)))
     words = drawn(found)
     assert [word for word in words if word in ("A", "B")] == ["A", "A", "B", "B", "B"]
     assert {"bits", "time", "rows M", "1.00 ms", "1.50 ms", "800 µs", "500 µs"} <= set(words)
@@ -166,7 +166,7 @@ def test_the_chart_shows_classes_times_and_both_thresholds_as_words() -> None:
 
 def test_the_chart_escapes_what_a_name_may_hold() -> None:
     found = dataclasses.replace(
-        probed(planted(lambda x, y: None), "1..2"), target='<script>&"\x00\x1b[31m\ud800', on="]]>"
+        probed(injected(lambda x, y: None), "1..2"), target='<script>&"\x00\x1b[31m\ud800', on="]]>"
     )
     svg = chart([found, found])
     assert "<script>" not in svg and "\x00" not in svg
@@ -175,7 +175,7 @@ def test_the_chart_escapes_what_a_name_may_hold() -> None:
 
 
 def test_an_answer_has_no_truth_value_and_is_plain_json() -> None:
-    found = probe(Function(planted(lambda x, y: None), "sound", K), rows="1..3", seeds=2)
+    found = probe(Function(injected(lambda x, y: None), "sound", K), rows="1..3", seeds=2)
     with pytest.raises(TypeError, match="invariant"):
         bool(found)
     answer = json.loads(json.dumps(found.to_json(), allow_nan=False))

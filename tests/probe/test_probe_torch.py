@@ -56,12 +56,12 @@ def test_torch_refuses_what_it_does_not_have(torch: Any) -> None:
         probe("linear:64,8,float32,4,32", on="torch", rows="1..2", seeds=2, timed=False)
 
 
-def test_a_function_of_torch_arrays_with_a_planted_fault_is_found_at_its_m(torch: Any) -> None:
-    def planted(x: Any) -> Any:
+def test_a_function_of_torch_arrays_with_a_injected_fault_is_found_at_its_m(torch: Any) -> None:
+    def injected(x: Any) -> Any:
         y = 2 * x
         return torch.nextafter(y, torch.full_like(y, 99)) if len(x) >= 6 else y
 
-    found = probe(Function(planted, "planted", 8, "torch"), rows="1..8", seeds=2, timed=False)
+    found = probe(Function(injected, "injected", 8, "torch"), rows="1..8", seeds=2, timed=False)
     assert found.bits_change_at == (6,) and found.against_one[-1].max_ulp == 1
     sound = probe(Function(lambda x: 2 * x, "sound", 8, "torch"), rows="1..8", seeds=2, timed=False)
     assert sound.invariant

@@ -1,4 +1,4 @@
-"""The planted cases of the neighbouring folder serve these tests too."""
+"""The injected cases of the neighbouring folder serve these tests too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Planted cases among neighbours that have nothing to do with them, and with prompts longer than they need."""
+"""Injected cases among neighbours that have nothing to do with them, and with prompts longer than they need."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LENGTHS = (30, 22, 17)
 
 
 def crowded(number: int, seed: int, lengths: Sequence[int] = LENGTHS, **keys: Any) -> Trial:
-    """A planted case with more requests of these prompt lengths on both sides; ``keys`` are changed in all requests."""
+    """An injected case with more requests of these prompt lengths on both sides; ``keys`` are changed in all requests."""
     trial = CASES[number].trial(seed)
     if number == 1:
         # In two layers of float32 a changed sum soon reaches a cache.
@@ -40,7 +40,7 @@ def _with_others(scenario: Scenario, lengths: Sequence[int]) -> Scenario:
 
 
 def reduced(trial: Trial, folder: Path, **options: Any) -> Reduction:
-    """The reduction of a trial, with its plants in place in every run."""
+    """The reduction of a trial, with its injected faults in place in every run."""
     with trial.around:
         return reduce(
             trial.scenario_a,

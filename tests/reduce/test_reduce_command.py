@@ -65,7 +65,7 @@ def test_the_text_says_what_became_of_it_and_how_to_see_it(text: tuple[str, Path
     assert found is not None
     before, after = int(found[1]), int(found[2])
     assert after * 4 <= before
-    assert re.search(r"the verdict is still numerics, born at (layers\.\d\.|embed_tokens\.as_linear)", head)
+    assert re.search(r"the verdict is still numerics, origin at (layers\.\d\.|embed_tokens\.as_linear)", head)
     assert re.search(r"^ +0  the pair as it was given +\d+ +3 +41 +9$", printed, re.MULTILINE)
     assert "requests: 3 before, 2 after" in printed and "a.toml, b.toml" in printed
     command = next(line for line in printed.splitlines() if line.startswith("    detdiff "))
@@ -85,7 +85,7 @@ def test_as_json(text: tuple[str, Path], scenario: Path) -> None:
     folder = text[1]
     result = run(*arguments(scenario, folder, "--json"))
     found: dict[str, Any] = json.loads(result.stdout)
-    assert result.exit_code == 0 and found["schema"] == "detdiff.reduction/1"
+    assert result.exit_code == 0 and found["schema"] == "detdiff.reduction/2"
     assert (found["verdict"], found["finished"]) == ("numerics", True) and found["said"]
     assert found["steps"][0]["rows"] == found["rows_before"] >= 4 * found["rows_after"]
     assert found["steps"][-1]["rows"] == found["rows_after"]
@@ -127,7 +127,7 @@ def test_traces_are_reduced_as_well(scenario: Path, text: tuple[str, Path], tmp_
 def test_what_does_not_part_is_an_error(scenario: Path, tmp_path: Path) -> None:
     same = ["--a", "schedule=serial", "--b", "schedule=serial"]
     found = paragraph(run("reduce", scenario, *same, "-o", tmp_path / "smaller"))
-    assert found.startswith("detdiff: There is nothing to reduce: the two runs do not part")
+    assert found.startswith("detdiff: There is nothing to reduce: the two runs do not diverge")
 
 
 def test_the_folder_of_another_case_is_an_error(scenario: Path, text: tuple[str, Path]) -> None:

@@ -151,7 +151,7 @@ def test_a_folder_of_something_else_is_refused(full: str, tmp_path: Path) -> Non
 
 def test_two_runs_that_do_not_part_are_nothing_to_reduce(tmp_path: Path) -> None:
     trial = CASES[20].trial(0)
-    with pytest.raises(NothingToReduce, match="There is nothing to reduce: the two runs do not part"):
+    with pytest.raises(NothingToReduce, match="There is nothing to reduce: the two runs do not diverge"):
         reduced(trial, tmp_path / "smaller")
     with pytest.raises(NothingToReduce, match="nothing in common that could be compared"):
         reduced(CASES[18].trial(0), tmp_path / "other")

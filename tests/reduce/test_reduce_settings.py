@@ -1,4 +1,4 @@
-"""Settings made plainer and smaller, by a predicate in the place of runs; and which partings are alike."""
+"""Settings made plainer and smaller, by a predicate in the place of runs; and which divergences are alike."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ PLAIN = DivergenceKind("bits", "layers.3.mlp.up_proj", "linear", "x/mv", "x/mm",
     [
         ({}, True),
         ({"flip": True}, True),
-        ({"rung": "dtype"}, False),
+        ({"stage": "dtype"}, False),
         ({"site": "layers.2.mlp.up_proj"}, False),
         ({"path_b": "x/mm2"}, False),
         ({"contradiction": "offset"}, False),
@@ -124,7 +124,7 @@ def test_layers_may_differ_where_asked_and_a_flip_may_have_to_stay() -> None:
     assert not flipped.alike(replace(flipped, flip=False), flip=False, layers=False)
 
 
-def test_a_parting_survives_the_disk() -> None:
+def test_a_divergence_survives_the_disk() -> None:
     assert DivergenceKind.from_json(PLAIN.to_json()) == PLAIN
     with pytest.raises(KeyError):
-        DivergenceKind.from_json({"rung": "bits"})
+        DivergenceKind.from_json({"stage": "bits"})

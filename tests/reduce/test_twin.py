@@ -11,8 +11,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from injecting import called
 from mlx.utils import tree_flatten
-from planting import called
 from plugins.small_models import small_config, write_directory
 from tiny import CONFIGS
 

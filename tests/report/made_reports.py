@@ -68,7 +68,9 @@ def explained(report: Report, **changes: Any) -> Report:
                 Evidence("acceptance", "5 of 8 drafts accepted", {"run": "b", "forward": 3}),
             ),
             "controls": (
-                Control("hold_path", "removed", "with split_rows 8 nothing differs", 7, 0.5, {"how": "held"}),
+                Control(
+                    "pin_kernels", "removed", "with split_rows 8 nothing differs", 7, 0.5, {"how": "held"}
+                ),
                 Control("dtype", "not_run", "the model is in float32 already", 0, 0.0),
             ),
             "divergence": report.divergence,

@@ -83,6 +83,6 @@ def tree(text: str) -> Node:
 def of(*blocks: Any, **changes: Any) -> Report:
     """A report of one section."""
     made = Report(
-        "different", "The runs part", "", (Section("flip", "The flip", blocks),), None, None, None, ""
+        "different", "The runs diverge", "", (Section("flip", "The flip", blocks),), None, None, None, ""
     )
     return replace(made, **changes)

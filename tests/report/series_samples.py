@@ -85,7 +85,7 @@ def thresholds() -> tuple[Threshold, ...]:
 
 
 def small() -> Series:
-    """A flip at token 4 of ``anchor`` (prompt 8, 6 tokens, 4 layers), born at position 9 in layer 1; follower is equal."""
+    """A flip at token 4 of ``anchor`` (prompt 8, 6 tokens, 4 layers), origin at position 9 in layer 1; follower is equal."""
     start = np.array([9, 9, 9, 9, 9, 9, 9, 9, 9, 1, 2, 1])
     layers, *sites = layered(4, start, (1, 9), 3, ulps=True)
     anchor = RequestSeries(
@@ -103,7 +103,7 @@ def small() -> Series:
             LensPoint(n, a, b)
             for n, (a, b) in enumerate([(-1.25, -1.3), (-0.4, -0.5), (0.3, -0.1), (0.004, -0.005)])
         ),
-        birth_forwards=(2, 2),
+        origin_forwards=(2, 2),
         flip_forwards=(4, 4),
     )
     none = np.full(6, 9)
@@ -137,7 +137,7 @@ def small() -> Series:
 
 
 def large(positions: int = 5000, layers: int = 32, seed: int = 7) -> Series:
-    """A flip near the end of ``anchor``, born soon after its prompt; states vary from position to position."""
+    """A flip near the end of ``anchor``, arising soon after its prompt; states vary from position to position."""
     draw = np.random.default_rng(seed)
     prompt = positions // 5
     origin = min(3, layers - 1), prompt + positions // 20
@@ -165,7 +165,7 @@ def large(positions: int = 5000, layers: int = 32, seed: int = 7) -> Series:
         tokens_a=tokens(prompt, margins.tolist(), deltas.tolist()),
         tokens_b=tokens(prompt, (margins + 0.001).tolist(), [None] * count, 31),
         lens=lens,
-        birth_forwards=(origin[1] - prompt + 1, origin[1] - prompt + 1),
+        origin_forwards=(origin[1] - prompt + 1, origin[1] - prompt + 1),
         flip_forwards=(count - 1, count - 1),
     )
     a = [point(0, [Member("anchor", "prefill", 0, prompt)])]

@@ -19,12 +19,12 @@ from detdiff.report.html import LARGEST, html, write_html
 from detdiff.report.saved import read_saved
 
 GOLDEN = Path(__file__).parent / "golden"
-NAMES = ("reference", "kernel-switch", "bug", "policy", "identical", "inconclusive")
+NAMES = ("reference", "kernel-switch", "bug", "configuration", "identical", "inconclusive")
 KINDS = {
     "reference": "numerics",
     "kernel-switch": "numerics",
     "bug": "bug",
-    "policy": "policy",
+    "configuration": "configuration",
     "identical": "identical",
     "inconclusive": "inconclusive",
 }
@@ -91,8 +91,8 @@ def test_a_page_needs_nothing_else_and_runs_only_its_own_script(name: str) -> No
     text = html(golden(name))
     page = tree(text)
     assert len(text.encode()) <= LARGEST
-    policy = page.one("meta", **{"http-equiv": "Content-Security-Policy"}).attributes["content"]
-    rules = dict(rule.strip().split(" ", 1) for rule in policy.split(";"))
+    configuration = page.one("meta", **{"http-equiv": "Content-Security-Configuration"}).attributes["content"]
+    rules = dict(rule.strip().split(" ", 1) for rule in configuration.split(";"))
     assert rules["default-src"] == "'none'"
     for rule, element in (("style-src", page.one("style")), ("script-src", page.all("script")[-1])):
         digest = base64.b64encode(hashlib.sha256(element.text.encode()).digest()).decode()
@@ -117,8 +117,8 @@ def test_the_three_steps_lead_to_their_sections() -> None:
     page = tree(html(flips()))
     steps = [(node.attributes["href"], node.one("strong").text) for node in page.one("ol").all("a")]
     assert steps == [
-        ("#birth", "layers.0.attn.k_proj"),
-        ("#carriers", steps[1][1]),
+        ("#origin", "layers.0.attn.k_proj"),
+        ("#differing cache entries", steps[1][1]),
         ("#flip", '" t33" → " t93"'),
     ]
     assert re.fullmatch(r"\d+ cache entr(y|ies)", steps[1][1])
@@ -128,7 +128,7 @@ def test_the_three_steps_lead_to_their_sections() -> None:
 def test_a_verdict_has_its_controls_and_what_to_do() -> None:
     page = tree(html(explained(flips())))
     rows = [[cell.text for cell in row.all("td")] for row in page.one("section", id="controls").all("tr")]
-    assert rows[1][:3] == ["hold_path", "removed", "With split_rows 8 nothing differs."]
+    assert rows[1][:3] == ["pin_kernels", "removed", "With split_rows 8 nothing differs."]
     assert page.one("p", class_="advice").one("code").text == "detdiff probe"
 
 

@@ -94,7 +94,7 @@ def many(count: int) -> Any:
 def test_a_page_of_many_requests_is_small_and_says_what_it_left_out() -> None:
     series = many(90)
     names: tuple[Any, ...] = ("map", "margins", "lens")
-    items = [Item("  birth: ", "x" * 300) for _ in range(400)]
+    items = [Item("  origin: ", "x" * 300) for _ in range(400)]
     views = [View(name, "said", request.id) for request in series.requests for name in names]
     text = html(of(*items, *views, series=series))
     assert len(text.encode()) <= LARGEST

@@ -1,4 +1,4 @@
-"""Pictures as files: every view of a report, the zoom into the first birth, and names that any file system takes."""
+"""Pictures as files: every view of a report, the zoom into the first origin, and names that any file system takes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from detdiff.report.views import plots
 
 @pytest.fixture(scope="module")
 def flipped(tmp_path_factory: pytest.TempPathFactory) -> Report:
-    """The anchor flips at token 3; differences are born in layer 0 at position 2."""
+    """The anchor flips at token 3; differences arise in layer 0 at position 2."""
     work = tmp_path_factory.mktemp("traces")
     asks = (ANCHOR, FOLLOWER, QUIET)
     other = (replace(ANCHOR, generated=(30, 31, 32, 93, 94)), FOLLOWER, QUIET)
@@ -33,7 +33,7 @@ def flipped(tmp_path_factory: pytest.TempPathFactory) -> Report:
     return build(divergence, series=series(a, b, divergence))
 
 
-def test_each_view_is_a_file_and_the_first_birth_is_shown_close(flipped: Report, tmp_path: Path) -> None:
+def test_each_view_is_a_file_and_the_first_origin_is_shown_close(flipped: Report, tmp_path: Path) -> None:
     files = plots(flipped)
     views = [block for section in flipped.sections for block in section.blocks if isinstance(block, View)]
     assert len(files) == len(views) + 2
@@ -58,7 +58,7 @@ def test_the_timeline_marks_the_forwards_that_the_comparison_names(flipped: Repo
     assert found.origin is not None and found.flip is not None
     words = check(plots(flipped)["timeline.svg"]).words()
     for forward in (found.origin.forward_a, found.origin.forward_b):
-        assert any(each.startswith(f"birth, forward {forward}") for each in words)
+        assert any(each.startswith(f"origin, forward {forward}") for each in words)
     for flip in (found.flip.forward_a, found.flip.forward_b):
         assert any(each.startswith(f"flip, forward {flip}") for each in words)
 
@@ -67,7 +67,7 @@ def test_a_report_without_traces_has_no_pictures(flipped: Report) -> None:
     assert plots(replace(flipped, series=None)) == {}
 
 
-def test_another_site_of_the_same_name_is_not_taken_for_the_birth(flipped: Report) -> None:
+def test_another_site_of_the_same_name_is_not_taken_for_the_origin(flipped: Report) -> None:
     """A draft has sites of the same names: the layer is the one whose cell was an origin."""
     assert flipped.series is not None
     request = flipped.series.requests[0]
@@ -104,7 +104,14 @@ def test_file_names_are_safe_and_no_two_are_alike() -> None:
     requests = tuple(replace(found.requests[0], id=id) for id in IDS)
     views = tuple(View("map", "", id) for id in IDS)
     report = Report(
-        "different", "", "", (Section("birth", "", views),), None, None, replace(found, requests=requests), ""
+        "different",
+        "",
+        "",
+        (Section("origin", "", views),),
+        None,
+        None,
+        replace(found, requests=requests),
+        "",
     )
     files = plots(report)
     assert len(files) == len(IDS)
@@ -120,7 +127,7 @@ def test_file_names_are_safe_and_no_two_are_alike() -> None:
 def test_hostile_names_are_text_in_files() -> None:
     found = hostile()
     views = (View("timeline", ""), *(View("map", "", request.id) for request in found.requests))
-    report = Report("different", "", "", (Section("birth", "", views),), None, None, found, "")
+    report = Report("different", "", "", (Section("origin", "", views),), None, None, found, "")
     files = plots(report)
     assert len(files) == 3
     for svg in files.values():

@@ -216,7 +216,7 @@ def test_the_map_marks_the_flip_and_the_prompt(samples: dict[str, Series]) -> No
     assert "1 origins" in picture.said and "layer 1 at position 9" in picture.said
     calm = check(map_svg(samples["small"].requests[1]))
     assert not calm.of_class("dd-flip") and not calm.of_class("dd-origin")
-    assert "No difference was born here." in calm.said
+    assert "No difference arose here." in calm.said
 
 
 def test_a_long_request_is_binned(samples: dict[str, Series]) -> None:
@@ -240,14 +240,14 @@ def test_the_timeline_shows_both_runs(samples: dict[str, Series]) -> None:
     series = samples["small"]
     picture = check(plot(series, View("timeline", "")))
     words = picture.words()
-    assert words.count("birth, forward 2 (anchor)") == 2 and words.count("flip, forward 4 (anchor)") == 2
+    assert words.count("origin, forward 2 (anchor)") == 2 and words.count("flip, forward 4 (anchor)") == 2
     assert words.count("1 row: mv, 2 and more: mm") == 2
     assert {"anchor", "follower", "prefill", "decode", "mv", "mm", "writes", "trims"} <= {*words}
     # One bar for each member of each forward: anchor's prompt in both runs, follower's prompt in both.
     bars = [len(re.findall("M", data)) for data in lanes(picture, "dd-prefill")]
     assert bars[:4] == [1, 1, 1, 1]
     assert "Run b: 6 forwards, at most 8 rows" in picture.said and "1 trim" in picture.said
-    assert "birth of anchor in forward 2" in picture.said
+    assert "origin of anchor in forward 2" in picture.said
 
 
 def test_what_one_forward_of_many_does_is_not_lost(samples: dict[str, Series]) -> None:
@@ -259,8 +259,8 @@ def test_what_one_forward_of_many_does_is_not_lost(samples: dict[str, Series]) -
     assert [len(re.findall("M", data)) for data in trims] == [1, 1]  # run b, and the legend
     mm = lanes(picture, "dd-p1")[:2]
     assert [len(re.findall("M", data)) for data in mm] == [1, 2]  # the prompt, and where the follower joined
-    born = [data for data in lanes(picture, "dd-birth")]
-    assert len(born) == 2 and len({re.match(r"M([\d.]+)", data)[1] for data in born}) == 1  # type: ignore[index]
+    arising = [data for data in lanes(picture, "dd-origin")]
+    assert len(arising) == 2 and len({re.match(r"M([\d.]+)", data)[1] for data in arising}) == 1  # type: ignore[index]
     quiet = replace(series, b=tuple(replace(point, events=()) for point in series.b))
     assert not Picture.of(plot(quiet, view)).of_class("dd-trim")
     one_path = replace(series, b=series.a)

@@ -36,7 +36,7 @@ def told(lacks: dict[str, str], **changes: object) -> Divergence:
     return replace(divergence, b=run, requests=(anchor,), first="anchor" if anchor.origin else None)
 
 
-NOTHING = {"origin": None, "origins": (), "cache_entry": None, "carriers": None}
+NOTHING = {"origin": None, "origins": (), "cache_entry": None, "differing_entries": None}
 
 
 def section(report: Report, id: str) -> str:
@@ -46,21 +46,21 @@ def section(report: Report, id: str) -> str:
 
 def test_what_an_engine_does_not_show_is_named_where_it_would_stand() -> None:
     report = build(told({"sites": REASON, "cache": "no cache is given"}, **NOTHING))
-    birth, cache = section(report, "birth"), section(report, "carriers")
-    assert f"not shown by mine: {REASON}" in birth and "sites of b" in birth
-    assert "no cache is given" in cache and "no origin could be named" not in birth
+    origin, cache = section(report, "origin"), section(report, "differing_entries")
+    assert f"not shown by mine: {REASON}" in origin and "sites of b" in origin
+    assert "no cache is given" in cache and "no origin could be named" not in origin
     assert REASON in report.headline and "engine mine" in str(report.runs)
     for text in (divergence_text(told({"sites": REASON}, **NOTHING)), markdown(report), html(report)):
         assert REASON in flat(text)
     # Its healthy twin shows all, and says nothing of the kind.
     whole = build(told({}))
-    assert "not shown" not in str(whole.sections) and "layers.0.attn.k_proj" in section(whole, "birth")
+    assert "not shown" not in str(whole.sections) and "layers.0.attn.k_proj" in section(whole, "origin")
 
 
 def test_an_origin_that_could_not_be_named_is_not_blamed_on_the_engine() -> None:
     report = build(told({"cache": "no cache is given"}, **NOTHING))
     assert (
-        "no origin could be named" in section(report, "birth")
+        "no origin could be named" in section(report, "origin")
         and "no origin could be named" in report.headline
     )
 
@@ -70,7 +70,7 @@ def test_texts_without_tokens_part_at_a_character(flip: bool) -> None:
     changes: dict[str, Any] = {} if flip else {"flip": None}
     text_flip = TextFlip(12, "cat", "dog")
     found = told({"tokens": "a text alone"}, **NOTHING, **changes, flip_forward=None, text=text_flip)
-    assert headline(found).startswith("The runs part: anchor says another text from character 12 on; ")
+    assert headline(found).startswith("The runs diverge: anchor says another text from character 12 on; ")
     text = flat(divergence_text(found))
     assert (
         'text: differs from character 12 on: "cat" in a, "dog" in b' in text
@@ -116,7 +116,7 @@ def test_two_models_have_a_first_site_and_no_origin() -> None:
     found = replace(told({}, **NOTHING, first_site=site), across_models=True)
     text = flat(divergence_text(found))
     assert "first site that differs: layers.0.mlp (mlp, layer 0), out at position 3; no origin" in text
-    assert "nothing is born anywhere" in headline(found) and "no origin could be named" not in text
+    assert "nothing arises anywhere" in headline(found) and "no origin could be named" not in text
 
 
 def test_a_report_of_such_an_engine_is_read_back() -> None:

@@ -27,7 +27,7 @@ KINDS = {
     "reference": "numerics",
     "kernel-switch": "numerics",
     "bug": "bug",
-    "policy": "policy",
+    "configuration": "configuration",
     "identical": "identical",
     "inconclusive": "inconclusive",
 }
@@ -69,10 +69,10 @@ def test_they_hold_nothing_of_the_machine_that_made_them(name: str) -> None:
 
 
 SECTIONS = {
-    "reference": "flip birth carriers controls float64 verdict timeline margins lens",
-    "kernel-switch": "flip birth carriers controls float64 verdict timeline margins",
-    "bug": "flip birth carriers controls float64 verdict timeline margins",
-    "policy": "flip birth carriers controls float64 verdict timeline margins",
+    "reference": "flip origin differing cache entries controls float64 verdict timeline margins lens",
+    "kernel-switch": "flip origin differing cache entries controls float64 verdict timeline margins",
+    "bug": "flip origin differing cache entries controls float64 verdict timeline margins",
+    "configuration": "flip origin differing cache entries controls float64 verdict timeline margins",
     "identical": "controls verdict timeline margins",
     "inconclusive": "timeline margins",
 }
@@ -110,8 +110,8 @@ def test_the_reference_case_tells_what_its_investigation_found() -> None:
         "0 origins there: inherited",
         "top two swapped",
         "proposals equal and the target's choices differ from token 55 on",
-        "hold_path removed",
-        "graft_in removed",
+        "pin_kernels removed",
+        "patch_in removed",
         "neither side is nearer",
         "the preference turns in",
         "4 verify of anchor + 121 prefill of follower",
@@ -121,9 +121,9 @@ def test_the_reference_case_tells_what_its_investigation_found() -> None:
 
 
 def test_the_kinds_say_what_to_do() -> None:
-    assert "hold the path" in golden("kernel-switch").advice
+    assert "pin the kernels" in golden("kernel-switch").advice
     assert "numerics" in golden("bug").advice and golden("bug").headline.startswith("A bug: ")
-    assert "same settings" in golden("policy").advice
+    assert "same settings" in golden("configuration").advice
     assert golden("identical").advice == "" and golden("identical").headline.startswith(
         "The runs are identical"
     )

@@ -16,12 +16,12 @@ from detdiff.report.findings import headline
 def test_runs_that_part_in_their_books_alone_are_not_said_to_differ_in_bits() -> None:
     divergence = flips().divergence
     assert divergence is not None
-    quiet = tuple(request for request in divergence.requests if request.rung is None)
+    quiet = tuple(request for request in divergence.requests if request.stage is None)
     assert quiet
-    parted = replace(divergence, rung="bookkeeping", first=None, requests=quiet)
-    books = replace(parted, compared=replace(divergence.compared, differing=0))
-    assert headline(books, None).startswith("The runs part: no compared bit differs and no token flips; ")
-    assert headline(parted, None).startswith("The runs part: bits differ and no token flips; ")
+    diverged = replace(divergence, stage="bookkeeping", first=None, requests=quiet)
+    books = replace(diverged, compared=replace(divergence.compared, differing=0))
+    assert headline(books, None).startswith("The runs diverge: no compared bit differs and no token flips; ")
+    assert headline(diverged, None).startswith("The runs diverge: bits differ and no token flips; ")
 
 
 def test_where_nothing_could_be_compared_no_control_is_said_to_be_needless() -> None:

@@ -136,7 +136,7 @@ def test_the_trace_is_as_hostile_as_it_says() -> None:
     assert any(NAMES["long"] in (r.origin.path_b or "") for r in report.divergence.requests if r.origin)
     assert {section.id for section in report.sections} >= {
         "flip",
-        "birth",
+        "origin",
         "timeline",
         "margins",
         "verdict",

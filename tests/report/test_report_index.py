@@ -47,5 +47,5 @@ def test_an_index_of_nothing_says_so() -> None:
 def test_an_entry_takes_its_words_from_the_report() -> None:
     entry = Entry.of("pair", flips(), "pair.html")
     assert (entry.a, entry.b, entry.kind, entry.flips, entry.requests) == ("a", "b", "different", 1, 3)
-    assert (entry.born, entry.link) == ("layers.0.attn.k_proj", "./pair.html")
+    assert (entry.origin, entry.link) == ("layers.0.attn.k_proj", "./pair.html")
     assert Entry.of("none", build(None)).kind == "inconclusive"

@@ -121,7 +121,7 @@ def test_every_key_is_documented_and_every_documented_key_is_there() -> None:
 
 def test_the_check_of_the_documentation_can_fail() -> None:
     assert "surprise" not in documented()
-    assert {"flip", "ulp_histogram", "carriers", "written_b"} <= documented()
+    assert {"flip", "ulp_histogram", "differing_entries", "written_b"} <= documented()
 
 
 def test_the_keys_that_scripts_rely_on() -> None:
@@ -157,7 +157,9 @@ def test_the_keys_that_scripts_rely_on() -> None:
         0,
         0,
     ]
-    assert request["carriers"]["layers"] == [0, 1] and request["carriers"]["positions"] == [[2, 12]]
+    assert request["differing_entries"]["layers"] == [0, 1] and request["differing_entries"]["positions"] == [
+        [2, 12]
+    ]
     assert request["origins"] == [
         {"kind": "linear", "layer": 0, "path_a": origin["path_a"], "path_b": origin["path_b"], "count": 1}
     ]
@@ -200,7 +202,7 @@ def damaged(answer: dict[str, Any], how: str) -> Any:
     if how == "bool for int":
         answer["requests"][0]["rows"] = True
     if how == "pair":
-        answer["requests"][0]["carriers"]["positions"][0] = [1, 2, 3]
+        answer["requests"][0]["differing_entries"]["positions"][0] = [1, 2, 3]
     return answer
 
 

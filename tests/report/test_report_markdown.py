@@ -99,7 +99,7 @@ def test_markup_is_shown_and_not_obeyed(text: str) -> None:
     "text",
     ["https://x.y", "www.x.y", "WWW.x.y", "a@b.co", "@user", "#12", "o/n#3", "GH-12", ":smile:", "ab12" * 10],
 )
-def test_what_github_links_by_itself_is_parted(text: str) -> None:
+def test_what_github_links_by_itself_is_diverged(text: str) -> None:
     for made in (inline(text), in_html(text)):
         assert BREAK in html.unescape(made), made
         for link in (r"https?://", r"(?i)www\.", r"@\w", r"#\d", r":smile:"):

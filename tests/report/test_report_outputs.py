@@ -205,8 +205,8 @@ def test_explain_and_replay_together_do_both(kept: Path, tmp_path: Path) -> None
     assert result.exit_code == 0, result.output
     saved = read_saved(tmp_path / "r.json")
     assert saved.verdict is not None and saved.divergence is not None
-    born = [request.origin for request in saved.divergence.requests if request.origin is not None]
-    assert born and any(origin.magnitude is not None for origin in born)
+    arising = [request.origin for request in saved.divergence.requests if request.origin is not None]
+    assert arising and any(origin.magnitude is not None for origin in arising)
 
 
 def test_a_folder_of_odd_names_has_its_index(kept: Path, tmp_path: Path) -> None:

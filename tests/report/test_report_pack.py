@@ -68,7 +68,7 @@ def _runs(pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The README's commands give what was recorded."""
     monkeypatch.chdir(pack)
     explain, *compare = _commands(pack)
-    again = run(*explain, "--control", "hold_path", "--json")
+    again = run(*explain, "--control", "pin_kernels", "--json")
     assert again.exit_code in (1, 3), again.output
     first = json.loads(run("compare", "a", "b", "--json").stdout)["requests"]
     found = json.loads(again.stdout)["divergence"]["requests"]
@@ -87,7 +87,7 @@ def test_random_models_and_a_profile_go_along_and_no_weights_do(
     outside.mkdir()
     for name, source, seed in (("target", "builtin", 0), ("draft", "builtin-draft", 1)):
         twin = twin_of(load(source), outside / name, seed, 2)
-        # What lies beside a random model's configuration is not part of it.
+        # What lies beside a random model's configuration is not diverge of it.
         shutil.copy(builtin_path(source) / "model.safetensors", twin / "model.safetensors.bak")
     shutil.copy(profiles_folder / "candle-metal.toml", outside / "mine.toml")
     pack = _packed(
@@ -181,7 +181,7 @@ def test_a_request_s_name_is_text_in_the_readme(tmp_path: Path) -> None:
     words = ("--a", "schedule=serial", "--b", "schedule=continuous", "--pack", tmp_path / "x.zip")
     assert run("report", tmp_path / "s.toml", *words).exit_code == 0
     readme = (_unpacked(tmp_path / "x.zip", tmp_path / "y") / "README.md").read_text(encoding="utf-8")
-    assert "born at" in readme and "<b>" not in readme and "<i>" not in readme
+    assert "origin at" in readme and "<b>" not in readme and "<i>" not in readme
 
 
 @pytest.fixture

@@ -113,11 +113,11 @@ def test_the_text_is_the_json_object_in_lines_that_can_be_read(name: str) -> Non
 
 def test_what_the_reader_sees_is_there_too() -> None:
     answer = report_json(explained(flips()))
-    assert answer["schema"] == SCHEMA == "detdiff.report/1" and answer["kind"] == "numerics"
-    assert [s["id"] for s in answer["sections"]][:3] == ["flip", "birth", "carriers"]
+    assert answer["schema"] == SCHEMA == "detdiff.report/2" and answer["kind"] == "numerics"
+    assert [s["id"] for s in answer["sections"]][:3] == ["flip", "origin", "differing_entries"]
     texts = next(b for b in answer["sections"][0]["blocks"] if b["type"] == "texts")
     assert texts["request"] == "anchor" and texts["a"] == [{"index": 3, "text": " t33", "mark": "flip"}]
-    assert answer["divergence"] is None and answer["verdict"]["divergence"]["rung"] == "bits"
+    assert answer["divergence"] is None and answer["verdict"]["divergence"]["stage"] == "bits"
 
 
 def test_maps_are_runs_of_equal_cells() -> None:
@@ -190,7 +190,7 @@ def test_a_file_of_each_schema_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[1]", "null", '{"schema": "detdiff.demo/1"}', '{"schema": 1}', "\ud800", "[" * 100_000]
+    "text", ["", "{", "[1]", "null", '{"schema": "detdiff.demo/2"}', '{"schema": 1}', "\ud800", "[" * 100_000]
 )
 def test_what_is_no_answer_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "answer.json"

@@ -172,9 +172,9 @@ def test_numbers_are_not_read_and_stand_to_the_right() -> None:
 
 
 def test_long_cells_wrap_and_too_many_columns_become_paragraphs() -> None:
-    wide = Table(("control", "said"), (("hold_path", "with the path held nothing differs at all"),))
+    wide = Table(("control", "said"), (("pin_kernels", "with the kernels pinned nothing differs at all"),))
     assert list(table_lines(wide, 40))[2:] == [
-        "hold_path  with the path held nothing",
+        "pin_kernels  with the kernels pinned nothing",
         "           differs at all",
     ]
     many = Table(tuple(f"column {n}" for n in range(6)), (tuple("12345678" for _ in range(6)),))
@@ -191,7 +191,7 @@ def view(report: Report, name: str, request: str | None = "anchor") -> str:
     return report_text(replace(report, sections=(section,)), width=200).partition("--\n")[2]
 
 
-def test_the_map_says_where_it_was_born_and_where_it_went() -> None:
+def test_the_map_says_where_it_arose_and_where_it_went() -> None:
     lines = view(flips(), "map").splitlines()
     assert lines[0] == "  map of layers: anchor, 13 positions"
     # Row 2 has the fault in layer 0.
@@ -203,9 +203,9 @@ def test_the_map_says_where_it_was_born_and_where_it_went() -> None:
         "                                | ^",
     ]
     assert "| the first after the prompt (10); ^ the flip's row (12)" in lines[6]
-    zoom = lines[lines.index("  map of sites: anchor, layer 0, where the first was born") :]
-    (born,) = [line for line in zoom if "O" in line and "'O' an origin" not in line]
-    assert born.split() == ["layers.0.attn.k_proj", "..O.........."]
+    zoom = lines[lines.index("  map of sites: anchor, layer 0, where the first arose") :]
+    (arising,) = [line for line in zoom if "O" in line and "'O' an origin" not in line]
+    assert arising.split() == ["layers.0.attn.k_proj", "..O.........."]
 
 
 def test_a_map_of_many_positions_shows_the_worst_of_each_column() -> None:
@@ -219,11 +219,13 @@ def test_a_map_of_many_positions_shows_the_worst_of_each_column() -> None:
 def test_the_timeline_has_the_forwards_that_matter() -> None:
     text = view(flips(), "timeline", None)
     assert re.search(r"^\s+b\s+0\s+18\s+10 prefill of anchor \+ 5 prefill of follower \+ 3 prefill of quiet\s+"
-                     r"candle-metal/mm\s+18\s+birth of anchor; first$", text, re.MULTILINE)  # fmt: skip
+                     r"candle-metal/mm\s+18\s+origin of anchor; first$", text, re.MULTILINE)  # fmt: skip
     assert re.search(
         r"^\s+b\s+3\s+1\s+1 decode of anchor\s+candle-metal/mv\s+1\s+flip of anchor.*", text, re.MULTILINE
     )
-    assert "birth of follower" in text and "threshold in b: linear calls of at most 3 rows took" in flat(text)
+    assert "origin of follower" in text and "threshold in b: linear calls of at most 3 rows took" in flat(
+        text
+    )
 
 
 def test_forwards_that_are_alike_share_a_line_and_one_that_differs_has_its_own() -> None:
@@ -240,7 +242,7 @@ def test_forwards_that_are_alike_share_a_line_and_one_that_differs_has_its_own()
         assert {line.split()[1] for line in text.splitlines() if line.split()[0] == "b"} == spans
 
 
-def test_a_timeline_of_many_changes_keeps_births_and_flips() -> None:
+def test_a_timeline_of_many_changes_keeps_origins_and_flips() -> None:
     report = flips()
     assert report.series is not None
     many = tuple(
@@ -248,7 +250,7 @@ def test_a_timeline_of_many_changes_keeps_births_and_flips() -> None:
     )
     text = view(replace(report, series=replace(report.series, b=(*report.series.b, *many))), "timeline", None)
     assert "the 24 of " in flat(text) and "that matter most" in flat(text)
-    assert "birth of anchor" in text and "flip of anchor" in text
+    assert "origin of anchor" in text and "flip of anchor" in text
 
 
 def test_margins_are_sorted_and_the_flip_is_named() -> None:

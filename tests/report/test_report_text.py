@@ -26,7 +26,7 @@ def found() -> Divergence:
 def test_one_sentence_first(found: Divergence) -> None:
     first = flat(divergence_text(found)).split(" kind: ")[0]
     assert first == (
-        'The runs part: anchor flips at token 3 from " t33" to " t93"; born at layers.0.attn.k_proj, position 2 of anchor, '
+        'The runs diverge: anchor flips at token 3 from " t33" to " t93"; origin at layers.0.attn.k_proj, position 2 of anchor, '
         "where 4 rows took candle-metal/mv and 18 rows took candle-metal/mm."
     )
     assert headline(found) == first
@@ -56,13 +56,18 @@ def test_a_sampled_flip_says_so_on_each_side(found: Divergence) -> None:
     assert "a: greedy b: sampled at temperature 0.8, top_p 0.95, seed 3 the flip's forward:" in text
 
 
-def test_no_carriers_are_nowhere_and_a_rule_is_called_one_once(found: Divergence) -> None:
+def test_no_differing_entries_are_nowhere_and_a_rule_is_called_one_once(found: Divergence) -> None:
     anchor = found.requests[0]
-    assert anchor.carriers is not None and anchor.origin is not None
-    none = replace(anchor.carriers, count=0, layers=(), positions=())
+    assert anchor.differing_entries is not None and anchor.origin is not None
+    none = replace(anchor.differing_entries, count=0, layers=(), positions=())
     origin = replace(anchor.origin, rule_a="rule: site lm_head -> rows")
-    text = flat(divergence_text(replace(found, requests=(replace(anchor, carriers=none, origin=origin),))))
-    assert "carriers: 0 of 104 cache entries alive at the flip (position 12) differ Margins" in text
+    text = flat(
+        divergence_text(replace(found, requests=(replace(anchor, differing_entries=none, origin=origin),)))
+    )
+    assert (
+        "differing cache entries: 0 of 104 cache entries alive at the flip (position 12) differ Margins"
+        in text
+    )
     assert "; rule: site lm_head -> rows" in text and "rule: rule:" not in text
 
 
@@ -75,10 +80,10 @@ def test_the_flips_forward(found: Divergence) -> None:
     assert "kernel paths equal on both sides" in text and "0 origins there: inherited" in text
 
 
-def test_the_birth(found: Divergence) -> None:
+def test_the_origin(found: Divergence) -> None:
     text = flat(divergence_text(found))
     assert (
-        "birth: layers.0.attn.k_proj (linear, layer 0), position 2: its inputs are bit-equal and its outputs are not "
+        "origin: layers.0.attn.k_proj (linear, layer 0), position 2: its inputs are bit-equal and its outputs are not "
         "a: forward 0 (4 rows: 4 prefill of anchor); path reference/candle-metal/mv, which saw 4 rows" in text
     )
     assert (
@@ -88,19 +93,19 @@ def test_the_birth(found: Divergence) -> None:
     )
 
 
-def test_the_cache_and_its_carriers(found: Divergence) -> None:
+def test_the_cache_and_its_differing_entries(found: Divergence) -> None:
     text = flat(divergence_text(found))
     assert (
         "first cache entry: layer 0, K, head 0, position 2; written in a by forward 0 (4 rows: 4 prefill of anchor)"
         in text
     )
-    assert re.search(r"carriers: \d+ of 104 cache entries alive at the flip \(position 12\) differ, over positions 2-12 "
+    assert re.search(r"differing cache entries: \d+ of 104 cache entries alive at the flip \(position 12\) differ, over positions 2-12 "
                      r"and layers 0-1", text)  # fmt: skip
 
 
-def test_a_parting_without_a_flip_and_its_cause(found: Divergence) -> None:
+def test_a_divergence_without_a_flip_and_its_cause(found: Divergence) -> None:
     text = flat(divergence_text(found))
-    assert "request follower: parts in bits; no flip within its 3 generated tokens" in text
+    assert "request follower: diverges in bits; no flip within its 3 generated tokens" in text
     assert "changed entry: in b, forward 1: layer 1, K, head 0, position 3" in text
     assert (
         "bookkeeping: - request follower: the cache entry K of layer 1, head 0, position 3 is not what was written"
@@ -126,7 +131,7 @@ def test_identical_runs_take_a_few_lines() -> None:
     assert text.startswith(
         f"The runs are identical: 2 requests, 18 rows and {found.compared.digests} digests compared"
     )
-    assert "equal in all that was compared: anchor, quiet (18 rows)" in text and "birth" not in text
+    assert "equal in all that was compared: anchor, quiet (18 rows)" in text and "origin" not in text
     assert len(text.splitlines()) < 14
 
 
@@ -179,4 +184,4 @@ def test_speculation_is_told_per_request_with_the_engines_own_counts() -> None:
         "b: 33 was proposed and the target chose 93 (token 3 of the verification in forward 7: proposals 31 32 33 34; "
         "choices 31 32 93 34)"
     ) in " ".join(text.split())
-    assert "draft model: 5 digests of its rows differ" in text and "born there before" not in text
+    assert "draft model: 5 digests of its rows differ" in text and "arising there before" not in text

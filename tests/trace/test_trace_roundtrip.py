@@ -175,7 +175,7 @@ def test_the_same_input_gives_the_same_bytes(
             assert a == b
 
 
-def test_a_planted_difference_changes_exactly_one_digest(tmp_path: Path) -> None:
+def test_a_injected_difference_changes_exactly_one_digest(tmp_path: Path) -> None:
     """The twin of the two tests above: they would not pass on a writer that drops or mixes rows up."""
     samples.write_sample(tmp_path / "a")
     with TraceWriter(tmp_path / "b", samples.HEADER, shard_forwards=2) as writer:

@@ -142,7 +142,7 @@ def _bits(array: mx.array) -> NDArray[Any]:
     return memory(whole).numpy().copy()
 
 
-def grafted(own: Held, other: Held, entries: Sequence[Entry]) -> Held:
+def patched(own: Held, other: Held, entries: Sequence[Entry]) -> Held:
     """One layer's ``own`` entries, but for ``entries``, which are taken from ``other``."""
     sides = []
     for kind, mine, theirs in (("K", own.keys, other.keys), ("V", own.values, other.values)):
@@ -293,7 +293,7 @@ def copied(cache: Any) -> Any:
 
 
 class Patches:
-    """What the controls ``graft_in`` and ``graft_out`` ask; see their protocol there."""
+    """What the controls ``patch_in`` and ``patch_out`` ask; see their protocol there."""
 
     def __init__(self, runs: Reruns) -> None:
         base = baseline(runs)
@@ -310,7 +310,7 @@ class Patches:
     def answer(self, side: Side, given: Sequence[Entry]) -> Answer:
         mine, theirs = self._entries[side], self._entries["b" if side == "a" else "a"]
         changed = {
-            layer: grafted(mine[layer], theirs[layer], [e for e in given if e.layer == layer])
+            layer: patched(mine[layer], theirs[layer], [e for e in given if e.layer == layer])
             for layer in sorted({entry.layer for entry in given})
         }
         return self._forwards[side].answer(changed)

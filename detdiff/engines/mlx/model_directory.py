@@ -1,6 +1,6 @@
 """What a model directory must hold, checked before anything loads it, its identity, and its random-weight twin. Needs no mlx.
 
-A twin is a directory that is a config.json with a seed in it, from which its weights are made. What parts two runs is often in the
+A twin is a directory that is a config.json with a seed in it, from which its weights are made. What makes two runs diverge is often in the
 shapes and kernels of a model and not in what it has learnt. Then a twin shows it too, and a reproduction needs no weights at all.
 """
 

@@ -2,7 +2,7 @@
 
 A path change is a call of b (forward and site) in which a row takes another path than it took in a. Three runs are known:
 a, b, and b with every change held. In b and in the held run each change is computed both ways on the same inputs, so it is
-known which of them move a bit there. A trial follows the held run until its first relaxed change that moves a bit, and b
+known which of them move a bit there. A trial follows the held run until its first allowed change that moves a bit, and b
 as long as every held change moves none: it starts at the later of the two, and where it never leaves a known run its
 answer is known without a forward.
 """
@@ -25,7 +25,7 @@ from detdiff.explain.case import Side
 from detdiff.explain.control import CannotRun
 from detdiff_kernels import Call
 
-from .rerun_findings import FlipOf, Target, flip_of, origin_port, parting_of, place
+from .rerun_findings import FlipOf, Target, divergence_of, flip_of, origin_port, place
 from .reruns import Changes, Paths, Reruns, Row, Run, rerun, rows_of
 
 Spans = tuple[Span, ...]
@@ -84,7 +84,7 @@ class Held(Steer):
 
 
 class Change(NamedTuple):
-    """One call of run B that took another path than run A's for some of its rows: a candidate of relaxing."""
+    """One call of run B that took another path than run A's for some of its rows: a candidate of minimal_change."""
 
     forward: int
     site: str
@@ -190,15 +190,15 @@ def _alike(a: Made, b: Made) -> bool:
     return a.same_as(b)
 
 
-class Relaxed(Doubting):
-    """Run A's paths for every row of a path change, but for the changes that are ``relaxed``, which stay B's.
+class Allowed(Doubting):
+    """Run A's paths for every row of a path change, but for the changes that are ``allowed``, which stay B's.
 
     With ``doubting``, each change is also computed the other way.
     """
 
-    def __init__(self, changes: PathChanges, relaxed: Collection[Change], *, doubting: bool = False) -> None:
+    def __init__(self, changes: PathChanges, allowed: Collection[Change], *, doubting: bool = False) -> None:
         super().__init__()
-        self._changes, self._relaxed, self._doubting = changes, frozenset(relaxed), doubting
+        self._changes, self._allowed, self._doubting = changes, frozenset(allowed), doubting
 
     def spans(self, place: Where, call: Call, planned: Spans) -> Spans:
         rows = self.rows_at(place, call)
@@ -209,8 +209,8 @@ class Relaxed(Doubting):
             return planned
         if self.doubts:
             self._asked = frozenset(change for change, _ in known.values())
-            self._others = _spans(rows, known, planned, call, lambda change: change in self._relaxed)
-        return _spans(rows, known, planned, call, lambda change: change not in self._relaxed)
+            self._others = _spans(rows, known, planned, call, lambda change: change in self._allowed)
+        return _spans(rows, known, planned, call, lambda change: change not in self._allowed)
 
 
 def _spans(
@@ -284,14 +284,14 @@ def _baseline(runs: Reruns) -> Baseline:
     doubts.settle()
     if flip is not None and not flip.happened(b):
         raise CannotRun(f"{flip.said} did not happen when b was run again (see the control repeat)")
-    target: Target = flip if flip is not None else parting_of(runs, a, b)
+    target: Target = flip if flip is not None else divergence_of(runs, a, b)
     changes = PathChanges.between(a.watch.paths, b.watch.paths)
     effective = {change: n for change, n in doubts.effective.items() if change in changes.calls}
     return Baseline(a, b, target, flip, changes, effective, ports[1])
 
 
 def _deciding(runs: Reruns, side: Side) -> int | None:
-    """The forward that a graft is put before, so that there is a snapshot."""
+    """The forward that a patch is put before, so that there is a snapshot."""
     try:
         return place(runs, side).forward
     except CannotRun:
@@ -342,17 +342,17 @@ class Trials:
     forwards: int = 0
     answers: dict[frozenset[Change], bool] = field(default_factory=dict)
 
-    def happens(self, relaxed: Sequence[Change]) -> bool:
+    def happens(self, allowed: Sequence[Change]) -> bool:
         """Whether the target still happens where only these changes are left as b has them."""
-        key = frozenset(relaxed)
+        key = frozenset(allowed)
         if key not in self.answers:
             self.asked += 1
             self.answers[key] = self._answer(key)
         return self.answers[key]
 
-    def _answer(self, relaxed: frozenset[Change]) -> bool:
-        kept = frozenset(self.base.changes.calls) - relaxed
-        leaves_held, leaves_natural = self.held.leaves(relaxed), self.natural.leaves(kept)
+    def _answer(self, allowed: frozenset[Change]) -> bool:
+        kept = frozenset(self.base.changes.calls) - allowed
+        leaves_held, leaves_natural = self.held.leaves(allowed), self.natural.leaves(kept)
         if NEVER in (leaves_held, leaves_natural):
             return (self.held if leaves_held == NEVER else self.natural).happened
         known = self.held if leaves_held >= leaves_natural else self.natural
@@ -362,7 +362,7 @@ class Trials:
         def decided(run: Run) -> bool:
             happened = self.base.target.happened(run)
             if happened is None:
-                for each, others in ((self.held, relaxed), (self.natural, kept)):
+                for each, others in ((self.held, allowed), (self.natural, kept)):
                     if _together(run, each.run) and each.leaves(others, run.last) == NEVER:
                         happened = each.happened
             if happened is not None:
@@ -373,7 +373,7 @@ class Trials:
             self.runs,
             "b",
             Changes(
-                steering=Relaxed(self.base.changes, relaxed),
+                steering=Allowed(self.base.changes, allowed),
                 decided=decided,
                 start=None if start is None else (known.run, start[1]),
                 wanted=self.base.wanted,
@@ -395,7 +395,7 @@ def trials(runs: Reruns) -> Trials | None:
     base = baseline(runs)
     if not base.effective:
         return None
-    doubts = Relaxed(base.changes, (), doubting=True)
+    doubts = Allowed(base.changes, (), doubting=True)
     first = base.b.snapshots.before(min(base.effective.values()))
     held = rerun(
         runs,
@@ -418,7 +418,7 @@ def trials(runs: Reruns) -> Trials | None:
 
 
 class PathTrials:
-    """What the control ``relax`` asks; see its protocol there."""
+    """What the control ``minimal_change`` asks; see its protocol there."""
 
     def __init__(self, runs: Reruns) -> None:
         self.runs, self.base = runs, baseline(runs)
@@ -448,9 +448,9 @@ class PathTrials:
     def forwards(self) -> int:
         return 0 if self._trials is None else self._trials.forwards
 
-    def happens(self, relaxed: Sequence[Change]) -> bool:
+    def happens(self, allowed: Sequence[Change]) -> bool:
         assert self._trials is not None
-        return self._trials.happens(relaxed)
+        return self._trials.happens(allowed)
 
     def entry(self, change: Change) -> dict[str, Any]:
         """A change as JSON values."""

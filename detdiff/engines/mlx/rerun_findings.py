@@ -53,9 +53,9 @@ def place(runs: Reruns, side: Side) -> Place:
                 f"side {side} had stopped before the flip, so it has no forward to put entries into"
             )
         return Place(number, request.flip.position, forward, request.flip.index)
-    if request.carriers is None:
+    if request.differing_entries is None:
         raise CannotRun(f"no row of {request.id} differs, so nothing was carried")
-    position = request.carriers.alive_at
+    position = request.differing_entries.alive_at
     logits = [_logits(runs.case.trace(each), runs.case.number(each, request.id)) for each in "ab"]
     apart = [at for at, digest in logits[0].items() if at <= position and logits[1].get(at, digest) != digest]
     position = max(apart, default=position)
@@ -124,7 +124,7 @@ class FlipOf:
 
 
 @dataclass(frozen=True)
-class PartingOf:
+class DivergenceOf:
     """What the row writes to the caches, or its logits, is not what run a's was."""
 
     id: str
@@ -136,7 +136,7 @@ class PartingOf:
     @property
     def said(self) -> str:
         what = "cache entries" if self.what == "rows" else "logits"
-        return f"the parting of the {what} of {self.id} at position {self.row.position}"
+        return f"the divergence of the {what} of {self.id} at position {self.row.position}"
 
     def happened(self, run: Run) -> bool | None:
         found = (run.watch.rows if self.what == "rows" else run.watch.logits).get(self.row)
@@ -156,7 +156,7 @@ class OutputOf:
 
     @property
     def said(self) -> str:
-        return f"the parting of {self.mark.site} of {self.id} at position {self.mark.row.position}"
+        return f"the divergence of {self.mark.site} of {self.id} at position {self.mark.row.position}"
 
     def happened(self, run: Run) -> bool | None:
         found = run.watch.marks.get(self.mark)
@@ -194,7 +194,7 @@ def flip_of(runs: Reruns) -> FlipOf | None:
     return FlipOf(request.id, runs.case.number("b", request.id), flip.index, tokens, flip.a.token is None)
 
 
-def parting_of(runs: Reruns, a: Run, b: Run) -> PartingOf | OutputOf:
+def divergence_of(runs: Reruns, a: Run, b: Run) -> DivergenceOf | OutputOf:
     """The first row of the focus, in b's order, whose cache entries or logits are not run a's; else its first origin.
 
     Raises CannotRun where none is.
@@ -210,7 +210,7 @@ def parting_of(runs: Reruns, a: Run, b: Run) -> PartingOf | OutputOf:
         for what in ("rows", "logits"):
             mine, theirs = (getattr(run.watch, what).get(r) for run, r in ((a, twin), (b, row)))
             if mine is not None and theirs is not None and mine != theirs:
-                return PartingOf(request.id, row, what, mine, b.watch.forward_of[row])
+                return DivergenceOf(request.id, row, what, mine, b.watch.forward_of[row])
     for (site, port), row in origin_port(runs, "b").items():
         twin = row._replace(request=numbers[0])
         value, other = a.watch.marks.get(Mark(site, port, twin)), b.watch.marks.get(Mark(site, port, row))
@@ -218,7 +218,7 @@ def parting_of(runs: Reruns, a: Run, b: Run) -> PartingOf | OutputOf:
             return OutputOf(request.id, Mark(site, port, row), value, b.watch.forward_of[row])
     raise CannotRun(
         f"nothing that {request.id} wrote to a cache, none of its logits and no output of its first origin differ, so a re-run "
-        "cannot see it part"
+        "cannot see it diverge"
     )
 
 

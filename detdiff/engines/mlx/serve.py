@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import mlx.core as mx
 
 from detdiff.engines.mlx.model import LoadedModel, context_limit, load
-from detdiff.engines.mlx.taps.faults import Plant
+from detdiff.engines.mlx.taps.faults import InjectedFault
 from detdiff.engines.mlx.taps.forward import DRAFT, TARGET, Forward, Recording
 from detdiff.engines.mlx.taps.session import Session
 from detdiff.engines.mlx.taps.sites import SiteMap
@@ -98,20 +98,22 @@ class Sessions:
     draft: Session | None = None
 
     @classmethod
-    def of(cls, scenario: Scenario, models: Models, plants: tuple[Plant, ...] = ()) -> Sessions:
+    def of(
+        cls, scenario: Scenario, models: Models, injected_faults: tuple[InjectedFault, ...] = ()
+    ) -> Sessions:
         """Sessions on the models, once they are known to run in the scenario's layout. Raises ModelRunError."""
         draft: Session | None = None
         try:
             target = Session(
                 models.target.model,
                 scenario.kernels,
-                plants,
+                injected_faults,
                 models.target.staged,
                 alone=models.draft is None,
             )
             if models.draft is not None:
                 draft = Session(
-                    models.draft.model, scenario.kernels, plants, models.draft.staged, after=target
+                    models.draft.model, scenario.kernels, injected_faults, models.draft.staged, after=target
                 )
             if scenario.schedule.layout == "packed":
                 for loaded in (models.target, models.draft):

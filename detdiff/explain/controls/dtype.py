@@ -87,7 +87,7 @@ def _difference(a: _Value, b: _Value) -> float:
     """How far the origin's outputs of the two runs are apart: the norm of the difference over the norm of a's."""
     if list(a.fed) != list(b.fed):
         # In another dtype the text may be another one; the two sides must still have seen the same.
-        raise CannotRun("in another dtype the two sides' texts part before the row of the origin")
+        raise CannotRun("in another dtype the two sides' texts diverge before the row of the origin")
     norm = float(np.linalg.norm(a.numbers))
     return float(np.linalg.norm(a.numbers - b.numbers)) / norm if norm else math.inf
 

@@ -1,4 +1,4 @@
-"""The control ``relax``: run a's kernel paths in b's schedule, but for the smallest set of path changes that still flips."""
+"""The control ``minimal_change``: run a's kernel paths in b's schedule, but for the smallest set of path changes that still flips."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class PathTrials(Protocol):
     run: int
     forwards: int
 
-    def happens(self, relaxed: Sequence[Any]) -> bool:
+    def happens(self, allowed: Sequence[Any]) -> bool:
         """Whether the target happens where only these changes are left as b has them. Raises BudgetSpent."""
 
     def entry(self, change: Any) -> dict[str, Any]:
@@ -71,7 +71,7 @@ class Minimal(Figures):
     target: str | None = None
 
 
-@control("relax", after="neighbour_content", needs=(MINIMAL_CHANGE,))
+@control("minimal_change", after="neighbour_content", needs=(MINIMAL_CHANGE,))
 def minimal_change(case: Case) -> Outcome:
     """Result ``smallest`` (the figures' ``smallest`` lists it), ``reduced`` where the budget ended the search, ``remains``
     where the target happens with every change held, or ``none`` where there is no path change that moves a bit."""
@@ -84,7 +84,7 @@ def minimal_change(case: Case) -> Outcome:
             if not found.candidates
             else f"none of the {found.candidates} calls of b that took another path than a moved a bit by it"
         )
-        return Outcome("none", f"there is no path change to relax: {why}", Minimal(**counts))
+        return Outcome("none", f"there is no path change to minimal_change: {why}", Minimal(**counts))
     counts |= {"held_forwards": found.held_forwards, "baseline_forwards": found.baseline_forwards}
     if found.remains:
         said = f"{found.target} happens even where every row takes the path that it took in a"

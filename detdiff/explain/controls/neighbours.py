@@ -41,7 +41,7 @@ class Neighboured(Figures):
     entry: Mapping[str, Any] | None = None
 
 
-@control("neighbour_content", after="hold_path")
+@control("neighbour_content", after="pin_kernels")
 def neighbour_content(case: Case) -> Outcome:
     """Other text of the same length for all requests but one: nothing of that one may change.
 
@@ -78,7 +78,7 @@ def neighbour_content(case: Case) -> Outcome:
     return Outcome("differs", said, Neighboured(**detail))
 
 
-@control("neighbour_length", after="graft_out")
+@control("neighbour_length", after="patch_out")
 def neighbour_length(case: Case) -> Outcome:
     """The other requests one token shorter (longer, where they have one). Result ``equal`` or ``differs``: shapes change,
     so kernels may, and only together with ``neighbour_content`` does it say anything."""
@@ -94,7 +94,7 @@ def neighbour_length(case: Case) -> Outcome:
     found = compare(case.trace(side), again).request(id)
     detail: dict[str, Any] = {"side": side, "request": id}
     first = _first(found, None)
-    if found.rung is None or first is None:
+    if found.stage is None or first is None:
         said = f"with the other requests one token shorter, no bit of {id} changed"
         return Outcome("equal", said, Neighboured(**detail))
     said = f"with the other requests one token shorter, {id} changed, first at {first['where']}"

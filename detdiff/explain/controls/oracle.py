@@ -19,7 +19,7 @@ from ..control import CannotRun, Figures, Outcome, control
 if TYPE_CHECKING:
     # The kernels' orders, which bounds are read from, are loaded when they are asked for.
     from ..oracle import Operation, Scores
-    from ..origins import Born, Captured
+    from ..origins import Captured, OriginRow
 
 AT_MOST: Final = 40
 """Origins that are judged, if there are more: the first of each site kind and path pair, then evenly spread ones."""
@@ -84,11 +84,11 @@ def judged(case: Case, at_most: int) -> Outcome:
     from ..oracle import Scores
     from ..origins import origins, pattern
 
-    born = origins(case.a, case.b)
-    if not born:
+    origin_rows = origins(case.a, case.b)
+    if not origin_rows:
         raise CannotRun("no operation was found whose inputs are equal and whose outputs are not")
-    chosen = sample(born, at_most)
-    scores = Scores(len(born))
+    chosen = sample(origin_rows, at_most)
+    scores = Scores(len(origin_rows))
     for each in chosen:
         if each.site.kind == "cache_read":
             scores.changed(each)
@@ -98,34 +98,34 @@ def judged(case: Case, at_most: int) -> Outcome:
             scores.skip(each, "composites have no bound of one operation")
     if plain:
         sides = [_captured(case, side, plain) for side in "ab"]
-        again = _again(sides, born)
+        again = _again(sides, origin_rows)
         if again is not None:
             raise CannotRun(again)
         taken = {id(each) for each in plain}
-        plain += [each for each in _largest(born, sides) if id(each) not in taken]
+        plain += [each for each in _largest(origin_rows, sides) if id(each) not in taken]
         for group in _groups(plain):
             _judge(case, sides, group, scores)
     worst = scores.first_outside()
-    affected = "" if worst is None else pattern(case.a, case.b, worst.born.site.name, worst.run)
+    affected = "" if worst is None else pattern(case.a, case.b, worst.origin_row.site.name, worst.run)
     return Outcome(scores.result, scores.said(), OracleFound(**scores.detail(affected)))
 
 
-def sample(born: Sequence[Born], at_most: int = AT_MOST) -> list[Born]:
+def sample(origin_rows: Sequence[OriginRow], at_most: int = AT_MOST) -> list[OriginRow]:
     """All origins, or the first of each site kind and path pair and others evenly spread, in execution order."""
-    if len(born) <= at_most:
-        return list(born)
+    if len(origin_rows) <= at_most:
+        return list(origin_rows)
     firsts: dict[tuple[str, str | None, str | None], int] = {}
-    for place, each in enumerate(born):
+    for place, each in enumerate(origin_rows):
         firsts.setdefault(each.group, place)
     places = set(list(firsts.values())[:at_most])
-    spread = np.linspace(0, len(born) - 1, at_most).astype(int).tolist()
+    spread = np.linspace(0, len(origin_rows) - 1, at_most).astype(int).tolist()
     for place in spread:
         if len(places) < at_most:
             places.add(place)
-    return [born[place] for place in sorted(places)]
+    return [origin_rows[place] for place in sorted(places)]
 
 
-def _captured(case: Case, side: Side, chosen: Sequence[Born]) -> Captured:
+def _captured(case: Case, side: Side, chosen: Sequence[OriginRow]) -> Captured:
     """A re-run that keeps the values of the chosen sites, and the cache entries that they need."""
     from ..origins import DRAFT, Captured
 
@@ -153,32 +153,32 @@ def _captured(case: Case, side: Side, chosen: Sequence[Born]) -> Captured:
     return Captured(case.record(replace(scenario, capture=capture), side))
 
 
-def _again(sides: Sequence[Captured], born: Sequence[Born]) -> str | None:
+def _again(sides: Sequence[Captured], origin_rows: Sequence[OriginRow]) -> str | None:
     """Why the captured re-runs are not those that are asked about; None where they are."""
     from ..origins import origins
 
     found = {
         (each.site.name, each.request, each.position) for each in origins(sides[0].trace, sides[1].trace)
     }
-    asked = {(each.site.name, each.request, each.position) for each in born}
+    asked = {(each.site.name, each.request, each.position) for each in origin_rows}
     if found != asked:
         return "the re-runs that captured values have other origins than the runs, which do not repeat"
     return None
 
 
-def _largest(born: Sequence[Born], sides: Sequence[Captured]) -> list[Born]:
+def _largest(origin_rows: Sequence[OriginRow], sides: Sequence[Captured]) -> list[OriginRow]:
     """Those with the largest differences, over the size of the output, whose values were captured anyway."""
     kept = set(sides[0].trace.scenario["window_sites"])
     places = [
         place
-        for place, each in enumerate(born)
+        for place, each in enumerate(origin_rows)
         if each.how == "leaf" and each.site.kind != "cache_write" and each.site.name in kept
     ]
     # Reading values one by one takes longer than comparing all digests.
     places = places[:: -(-len(places) // _LOOKED_AT) or 1]
     sizes: list[tuple[float, int]] = []
     for place in places:
-        each = born[place]
+        each = origin_rows[place]
         port = each.site.outputs[0]
         found = [
             side.value(row, each.site.name, port)
@@ -190,12 +190,12 @@ def _largest(born: Sequence[Born], sides: Sequence[Captured]) -> list[Born]:
         with np.errstate(all="ignore"):
             size = float(np.max(np.abs(a - b)) / max(float(np.sqrt(np.mean(np.square(a)))), 1e-30))
         sizes.append((size if np.isfinite(size) else np.inf, place))
-    return [born[place] for _, place in sorted(sizes, reverse=True)[:LARGEST]]
+    return [origin_rows[place] for _, place in sorted(sizes, reverse=True)[:LARGEST]]
 
 
-def _groups(chosen: Sequence[Born]) -> Iterator[list[Born]]:
+def _groups(chosen: Sequence[OriginRow]) -> Iterator[list[OriginRow]]:
     """Rows of one site and one forward on each side together; attention row by row."""
-    groups: dict[Any, list[Born]] = {}
+    groups: dict[Any, list[OriginRow]] = {}
     for each in chosen:
         key: tuple[Any, ...] = (
             each.site.name,
@@ -211,7 +211,7 @@ def _groups(chosen: Sequence[Born]) -> Iterator[list[Born]]:
     yield from groups.values()
 
 
-def _judge(case: Case, sides: Sequence[Captured], group: list[Born], scores: Scores) -> None:
+def _judge(case: Case, sides: Sequence[Captured], group: list[OriginRow], scores: Scores) -> None:
     from detdiff_kernels import UnsupportedFormat
 
     from ..oracle import Judged, judge

@@ -1,4 +1,4 @@
-"""The controls ``graft_in`` and ``graft_out``: cache entries of one run in the other, right before the flip's forward."""
+"""The controls ``patch_in`` and ``patch_out``: cache entries of one run in the other, right before the flip's forward."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ class PatchesCache(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Patched(Figures):
-    """``carriers`` entries differ at the deciding row's ``position``; the smallest set that works has ``entries`` of these
+    """``differing_entries`` entries differ at the deciding row's ``position``; the smallest set that works has ``entries`` of these
     ``layers``, ``kinds``, ``heads`` and ``positions`` (inclusive ranges), and is ``exact`` where no smaller one was left to
     try. ``smallest`` lists at most 64 of it."""
 
-    carriers: int
+    differing_entries: int
     position: int
-    not_grafted: tuple[int, ...] | None = None
+    not_patched: tuple[int, ...] | None = None
     positions_held: Mapping[Side, int] | None = None
     smallest: tuple[tuple[Any, ...], ...] | None = None
     entries: int | None = None
@@ -82,16 +82,16 @@ class _Enough(Exception):
     """The trials are used up."""
 
 
-@control("graft_in", after="relax", needs=(PATCH,))
+@control("patch_in", after="minimal_change", needs=(PATCH,))
 def patch_in(case: Case) -> Outcome:
-    """Run a's carriers in b. Result ``removed`` (b then decides as a did), ``remains``, ``no_carriers``, or ``no_effect``
-    where carriers differ and both decide alike."""
+    """Run a's differing cache entries in b. Result ``removed`` (b then decides as a did), ``remains``, ``no_differing_entries``, or ``no_effect``
+    where differing cache entries differ and both decide alike."""
     return _patch(case, "b", ("removed", "remains"))
 
 
-@control("graft_out", after="graft_in", needs=(PATCH,))
+@control("patch_out", after="patch_in", needs=(PATCH,))
 def patch_out(case: Case) -> Outcome:
-    """Run b's carriers in a. Result ``reproduced`` (a then decides as b did), ``not_reproduced``, ``no_carriers`` or
+    """Run b's differing cache entries in a. Result ``reproduced`` (a then decides as b did), ``not_reproduced``, ``no_differing_entries`` or
     ``no_effect``."""
     return _patch(case, "a", ("reproduced", "not_reproduced"))
 
@@ -108,17 +108,19 @@ def _patch(case: Case, side: Side, results: tuple[str, str]) -> Outcome:
     pair = _patches(case)
     other = "b" if side == "a" else "a"
     what = (
-        f"the flip of {case.focus.id}" if case.focus.flip is not None else f"the parting of {case.focus.id}"
+        f"the flip of {case.focus.id}"
+        if case.focus.flip is not None
+        else f"the divergence of {case.focus.id}"
     )
-    figures: dict[str, Any] = {"carriers": len(pair.differing), "position": pair.positions[side]}
+    figures: dict[str, Any] = {"differing_entries": len(pair.differing), "position": pair.positions[side]}
     states = pair.recurrent(side)
     if states:
-        figures["not_grafted"] = tuple(states)
+        figures["not_patched"] = tuple(states)
     if pair.ends["a"] != pair.ends["b"]:
         figures["positions_held"] = dict(pair.ends)
     if not pair.differing:
         said = f"every cache entry that {case.focus.id} could read before the forward of the flip is equal in both runs"
-        return Outcome("no_carriers", said, Patched(**figures))
+        return Outcome("no_differing_entries", said, Patched(**figures))
     if pair.own["a"] == pair.own["b"]:
         said = f"{len(pair.differing)} cache entries differ, and the deciding row of {case.focus.id} gives the same bits in both runs"
         return Outcome("no_effect", said, Patched(**figures))

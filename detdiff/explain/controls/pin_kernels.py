@@ -1,4 +1,4 @@
-"""The control ``hold_path``: one kernel path for every number of rows, on both sides."""
+"""The control ``pin_kernels``: one kernel path for every number of rows, on both sides."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class Pinned(Figures):
     bits_equal: bool
 
 
-@control("hold_path", after="policy")
+@control("pin_kernels", after="configuration")
 def pin_kernels(case: Case) -> Outcome:
     """First the kernel plan's own way (``split_rows`` above every forward's rows), then every call as its single rows are.
 
     Result ``removed`` where both sides then give the same tokens, and every compared row is bit-equal, else ``remains``.
     """
-    if not any(request.rung is not None for request in case.divergence.requests):
-        raise CannotRun("the two runs do not part")
+    if not any(request.stage is not None for request in case.divergence.requests):
+        raise CannotRun("the two runs do not diverge")
     tried: list[dict[str, Any]] = []
     rows = max(_rows(case.trace(side)) for side in "ab")
     if _splits(case):
@@ -127,6 +127,6 @@ def _outcome(case: Case, how: str, traces: Mapping[Side, Trace], tried: list[dic
     elif tokens:
         said = f"even with {how}, cache entries or logits differ, though the tokens are equal"
     else:
-        said = f"even with {how}, the two sides part"
+        said = f"even with {how}, the two sides diverge"
     figures = Pinned(how, cost, tuple(tried), per_forward, tokens, bits)  # type: ignore[arg-type]
     return Outcome("removed" if tokens and bits else "remains", said, figures)

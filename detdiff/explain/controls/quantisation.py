@@ -1,4 +1,4 @@
-"""The control ``policy``: both sides without a quantised cache, where they quantised it at different positions."""
+"""The control ``configuration``: both sides without a quantised cache, where they quantised it at different positions."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from ..control import CannotRun, Figures, Outcome, control
 
 @dataclass(frozen=True, eq=False)
 class Unquantised(Figures):
-    """``rung`` is the one on which the runs still part."""
+    """``stage`` is the one on which the runs still diverge."""
 
-    rung: str | None
+    stage: str | None
 
 
-@control("policy", after="finite", needs=(CACHE_SETTINGS,), asked_by=lambda facts: facts.quantised_apart)
+@control(
+    "configuration", after="finite", needs=(CACHE_SETTINGS,), asked_by=lambda facts: facts.quantised_apart
+)
 def quantisation(case: Case) -> Outcome:
     """Result ``removed`` where the sides are then identical, ``remains`` where they are not."""
     if all(case.scenario(side).cache.kv_bits is None for side in "ab"):
@@ -37,6 +39,6 @@ def quantisation(case: Case) -> Outcome:
     found = compare(*traces)
     if found.identical:
         said = "with no side quantising its cache, the runs are identical"
-        return Outcome("removed", said, Unquantised(found.rung))
-    said = f"with no side quantising its cache, the runs still part on the rung {found.rung}"
-    return Outcome("remains", said, Unquantised(found.rung))
+        return Outcome("removed", said, Unquantised(found.stage))
+    said = f"with no side quantising its cache, the runs still diverge on the stage {found.stage}"
+    return Outcome("remains", said, Unquantised(found.stage))

@@ -99,20 +99,20 @@ def _differs(case: Case, side: Side, again: Trace, found: Divergence, done: dict
 
 def first_place(found: Divergence) -> dict[str, Any]:
     """Where two runs of one scenario first differ: ``where`` in words, and what of it is known."""
-    parted = next((r for r in found.requests if r.rung is not None), None)
-    if parted is None:
+    diverged = next((r for r in found.requests if r.stage is not None), None)
+    if diverged is None:
         return {"where": "the number of compared rows"}
-    place: dict[str, Any] = {"request": parted.id, "where": f"request {parted.id}"}
-    if parted.origin is not None:
+    place: dict[str, Any] = {"request": diverged.id, "where": f"request {diverged.id}"}
+    if diverged.origin is not None:
         place |= {
-            "site": parted.origin.site,
-            "layer": parted.origin.layer,
-            "position": parted.origin.position,
-            "forward": parted.origin.forward_a,
-            "where": f"{parted.origin.site}, position {parted.origin.position} of {parted.id}",
+            "site": diverged.origin.site,
+            "layer": diverged.origin.layer,
+            "position": diverged.origin.position,
+            "forward": diverged.origin.forward_a,
+            "where": f"{diverged.origin.site}, position {diverged.origin.position} of {diverged.id}",
         }
-    if parted.flip is not None:
-        place["token"] = parted.flip.index
-        if parted.origin is None:
-            place["where"] = f"token {parted.flip.index} of {parted.id}"
+    if diverged.flip is not None:
+        place["token"] = diverged.flip.index
+        if diverged.origin is None:
+            place["where"] = f"token {diverged.flip.index} of {diverged.id}"
     return place

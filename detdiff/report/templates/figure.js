@@ -97,15 +97,15 @@ class Figure {
     return true;
   }
 
-  // Another drawing at the same position; into one of a single layer one goes to look for where something was born.
+  // Another drawing at the same position; into one of a single layer one goes to look for where something arose.
   async go(number, row = null) {
     const { axis, cursor } = this;
     const at = axis.first + cursor.column * axis.width;
     if (number < 0 || !(await this.open(number))) return;
     this.dress();
     const column = Math.floor((at - this.axis.first) / this.axis.width);
-    const born = this.drawing.jumps.find(({ key }) => key === "n")?.stops.find((stop) => stop[1] === column);
-    this.move(row ?? born?.[0] ?? cursor.row, column);
+    const arising = this.drawing.jumps.find(({ key }) => key === "n")?.stops.find((stop) => stop[1] === column);
+    this.move(row ?? arising?.[0] ?? cursor.row, column);
   }
 
   press(key, by) {

@@ -53,7 +53,7 @@ def plot(series: Series, view: View, *, columns: int = COLUMNS, standalone: bool
 
 
 def plots(report: Report) -> dict[str, str]:
-    """File names, such as ``map-anchor.svg``, and documents: every view of a report, and a zoom into the first birth.
+    """File names, such as ``map-anchor.svg``, and documents: every view of a report, and a zoom into the first origin.
 
     The zoom is ``sites-*`` of the layer of the first origin, and ``entries-*`` of the first layer from there on whose
     cache entries differ. Empty where a report has no series.
@@ -81,12 +81,12 @@ def _zooms(series: Series, divergence: Divergence | None) -> Iterator[tuple[Requ
     if request is None or divergence is None:
         return
     origin = divergence.request(request.id).origin
-    born = [grid for grid in request.sites if (grid.state == ORIGIN).any()]
+    with_origin = [grid for grid in request.sites if (grid.state == ORIGIN).any()]
     if origin is not None:
-        born.sort(key=lambda grid: not _has(grid, origin.site, origin.position))
-    for layer in born[:1]:
+        with_origin.sort(key=lambda grid: not _has(grid, origin.site, origin.position))
+    for layer in with_origin[:1]:
         yield request, "sites", layer
-        # What is born behind a layer's cache writes is carried by those of the next layer.
+        # What arises behind a layer's cache writes is carried by those of the next layer.
         later = [grid.name for grid in request.sites[request.sites.index(layer) :]]
         carried = [grid for grid in request.entries if grid.name in later and (grid.state > EQUAL).any()]
         for grid in carried[:1]:

@@ -1,4 +1,4 @@
-"""The map: which rows of a grid differ at which positions, how much, and where differences were born."""
+"""The map: which rows of a grid differ at which positions, how much, and where differences were origins_here."""
 
 from __future__ import annotations
 
@@ -244,7 +244,7 @@ def _legend(bins: Bins, frame: Frame) -> list[tuple[Sequence[Symbol], str]]:
 
     items: list[tuple[Sequence[Symbol], str]] = []
     if (bins.state == ORIGIN).any():
-        items.append(((mark(lambda x, y: diamond(x, y, 6), "dd-origin"),), "born here (origin)"))
+        items.append(((mark(lambda x, y: diamond(x, y, 6), "dd-origin"),), "origin here"))
     if ((bins.step >= 0) & (bins.step < UNSIZED)).any():
         steps = [swatch(f"dd-s{step}") for step in range(STEPS)]
         if bins.scale == "ulp":
@@ -275,16 +275,16 @@ def _said(grid: Grid, bins: Bins, frame: Frame) -> str:
             (int(p), int(r)) for r, p in zip(*(state == ORIGIN).nonzero(), strict=True)
         )
     ]
-    born = "No difference was born here."
+    origins_here = "No difference arose here."
     if found:
         more = f", and {len(found) - _LISTED:,} more" if len(found) > _LISTED else ""
-        born = f"Born: {'; '.join(found[:_LISTED])}{more}."
+        origins_here = f"Origin: {'; '.join(found[:_LISTED])}{more}."
     where = f"positions {spans([(bins.first, bins.last)])}" if bins.columns else "no position"
     flip = "" if frame.flip is None else f" The flip is chosen at position {frame.flip:,}."
     return (
         f"{count(len(grid.rows), 'row')} over {where}, the first {frame.prompt:,} of "
         f"the request its prompt: {per[0]} cells bit-equal, {per[1]} propagated, {per[2]} origins, {per[3]} not compared. "
-        f"{born}{flip}"
+        f"{origins_here}{flip}"
     )
 
 
@@ -358,7 +358,7 @@ def binned(grid: Grid, first: int, last: int, columns: int, scale: Scale) -> Bin
 
 
 def origins(bins: Bins) -> list[tuple[int, int]]:
-    """Row and column of each cell in which something was born."""
+    """Row and column of each cell in which something was origins_here."""
     return [(int(row), int(column)) for row, column in np.argwhere(bins.state == ORIGIN)]
 
 
@@ -401,7 +401,12 @@ def cell_path(mask: Mask) -> str:
 
 # What the script opens.
 
-_STATES: Final = ("not compared", "bit-equal", "propagated: its inputs differed already", "origin: born here")
+_STATES: Final = (
+    "not compared",
+    "bit-equal",
+    "propagated: its inputs differed already",
+    "origin: inputs equal, outputs not",
+)
 _SHARES: Final = tuple(f"{n} % of the digests" for n in range(101))
 _ALL: Final = "all layers"
 
@@ -415,8 +420,8 @@ def map_drawings(
     """
     layers = request.layers
     if position is None:
-        born = np.flatnonzero((layers.state == ORIGIN).any(axis=0))
-        position = int(born[0]) if born.size else None
+        origins_here = np.flatnonzero((layers.state == ORIGIN).any(axis=0))
+        position = int(origins_here[0]) if origins_here.size else None
     axes = _Axes(series, request)
     windows = [] if request.positions <= COLUMNS else [position, request.flip_position]
     close = [_window(at, request.positions) for at in windows if at is not None]
@@ -455,7 +460,12 @@ def _windowed(name: str, window: tuple[int, int], whole: tuple[int, int]) -> str
 
 
 def _drawing(
-    name: str, grid: Grid, window: tuple[int, int], request: RequestSeries, axes: _Axes, born: int | None
+    name: str,
+    grid: Grid,
+    window: tuple[int, int],
+    request: RequestSeries,
+    axes: _Axes,
+    origins_here: int | None,
 ) -> Drawing:
     whole = (0, request.positions - 1)
     bins = binned(grid, *window, COLUMNS, scale_of(grid))
@@ -467,9 +477,9 @@ def _drawing(
 
     found = [(row, at) for row, at in sorted(origins(bins), key=lambda cell: (cell[1], cell[0]))]
     jumps = []
-    at = column(born)
+    at = column(origins_here)
     if at is not None:
-        jumps.append(Jump("b", "Birth", [next((each for each in found if each[1] == at), (None, at))]))
+        jumps.append(Jump("b", "Origin", [next((each for each in found if each[1] == at), (None, at))]))
     if (flip := column(request.flip_position)) is not None:
         jumps.append(Jump("f", "Flip", [(None, flip)]))
     if found:
@@ -522,7 +532,7 @@ def _cell_values(grid: Grid, bins: Bins) -> list[tuple[str, Sequence[str] | None
             for n, of in zip(several.ravel().tolist(), compared.ravel().tolist(), strict=True)
         ]
         found.append(("differ", None, words))
-        found.append(("born at", None, _born_at(state, bins)))
+        found.append(("origins_here at", None, _origin_at(state, bins)))
     share = np.maximum.reduceat(grid.share[:, here], starts, axis=1)
     percent = np.where(differs, np.rint(share / 255 * 100), -1).astype(int)
     found.append(("at most" if bins.width > 1 else "differ", _SHARES, percent.ravel().tolist()))
@@ -534,7 +544,7 @@ def _cell_values(grid: Grid, bins: Bins) -> list[tuple[str, Sequence[str] | None
     return found
 
 
-def _born_at(state: NDArray[np.uint8], bins: Bins) -> list[str | None]:
+def _origin_at(state: NDArray[np.uint8], bins: Bins) -> list[str | None]:
     places: list[str | None] = [None] * bins.state.size
     for row, column in origins(bins):
         first = column * bins.width
@@ -613,12 +623,12 @@ def _forward(point: ForwardPoint) -> str:
 
 
 class MapView:
-    """Which layers and positions differ, and where differences were born."""
+    """Which layers and positions differ, and where differences were origins_here."""
 
     name = "map"
     title = "Map"
-    said = "Which layers and positions differ, and where differences were born."
-    section = "birth", "Where it was born"
+    said = "Which layers and positions differ, and where differences were origins_here."
+    section = "origin", "Where it was origins_here"
     of_request = True
 
     def shows(self, subject: Subject) -> bool:
@@ -641,8 +651,8 @@ class MapView:
         caption = "Positions that differ in each layer"
         if len(rows) > most:
             caption += f"; {most} of {len(rows):,} layers, those with origins first"
-            born = (grid.state == ORIGIN).sum(axis=1)
-            rows = sorted(sorted(rows, key=lambda n: (-born[n], n))[:most])
+            origins_here = (grid.state == ORIGIN).sum(axis=1)
+            rows = sorted(sorted(rows, key=lambda n: (-origins_here[n], n))[:most])
         return Table(headers, tuple(_layer(grid, n) for n in rows), caption=caption)
 
     def words(self, subject: Subject, columns: int) -> Iterator[Block]:
@@ -655,7 +665,7 @@ class MapView:
         origin = subject.origin
         sites = None if origin is None else next((g for g in request.sites if origin.site in g.rows), None)
         if sites is not None:
-            where = f"{named(sites.name)}, where the first was born"
+            where = f"{named(sites.name)}, where the first was origins_here"
             yield from _grid_blocks("sites", sites, request, where, columns)
 
 

@@ -1,4 +1,4 @@
-"""The timeline: both runs' forwards, one above the other, with who was in them, on which kernel path, and what was born."""
+"""The timeline: both runs' forwards, one above the other, with who was in them, on which kernel path, and what was origin_at."""
 
 from __future__ import annotations
 
@@ -221,13 +221,13 @@ def _thresholds(canvas: Canvas, plan: Plan, run: str, scale: Linear | Log, top: 
 
 def _moments(canvas: Canvas, plan: Plan, run: str, first: float, below: float) -> None:
     for what in MOMENTS:
-        # The flip's mark is lower, so that birth and flip of one forward are both seen.
-        y = first - (22 if what == "birth" else 6)
+        # The flip's mark is lower, so that origin and flip of one forward are both seen.
+        y = first - (22 if what == "origin" else 6)
         found = plan.moments(run, what)
         for forward, _ in found:
             x = plan.x(forward)
-            canvas.line(x, y, x, below, "dd-birth" if what == "birth" else "dd-flip")
-            if what == "birth":
+            canvas.line(x, y, x, below, "dd-origin" if what == "origin" else "dd-flip")
+            if what == "origin":
                 canvas.path(diamond(x, y, 6), "dd-origin")
             else:
                 canvas.path(triangle(x, y + 4, 6), "dd-flip-mark")
@@ -281,7 +281,7 @@ def _legend(plan: Plan) -> list[tuple[Sequence[Symbol], str]]:
             items.append(((_phase(phase),), phase))
     if any(point.rows > sum(member.rows for member in point.members) for point in every):
         items.append(((swatch("dd-padding"),), "padding"))
-    log = ", logarithmic, its parts in proportion" if plan.logarithmic else ""
+    log = ", logarithmic, its diverges in proportion" if plan.logarithmic else ""
     items.append(((), f"Height: rows M{log}."))
     if plan.series.thresholds:
         items.append(((stroke("dd-threshold"),), "the rows at which linear sites change their kernel path"))
@@ -329,8 +329,8 @@ def _said(plan: Plan) -> str:
     return ". ".join(parts) + "."
 
 
-What = Literal["birth", "flip"]
-MOMENTS: Final[tuple[What, ...]] = ("birth", "flip")
+What = Literal["origin", "flip"]
+MOMENTS: Final[tuple[What, ...]] = ("origin", "flip")
 BARS: Final = 84
 """The height of the bars of a lane, in pixels."""
 
@@ -454,11 +454,11 @@ class Plan:
         ]
 
     def moments(self, run: str, what: What) -> list[tuple[int, list[str]]]:
-        """Forwards in which requests had their first birth or their flip, in order, with those requests."""
+        """Forwards in which requests had their first origin or their flip, in order, with those requests."""
         side = "ab".index(run)
         found: dict[int, list[str]] = {}
         for request in self.series.requests:
-            both = request.birth_forwards if what == "birth" else request.flip_forwards
+            both = request.origin_forwards if what == "origin" else request.flip_forwards
             forward = None if both is None else both[side]
             if forward is not None:
                 found.setdefault(forward, []).append(request.id)
@@ -466,7 +466,7 @@ class Plan:
 
     @cached_property
     def marked(self) -> bool:
-        """Whether any run has a birth or a flip."""
+        """Whether any run has an origin or a flip."""
         return any(self.moments(run, what) for run in "ab" for what in MOMENTS)
 
 
@@ -516,7 +516,7 @@ def timeline_drawing(series: Series) -> Drawing:
         for n in range(0, plan.forwards, plan.per)
     ]
     jumps = []
-    for key, label, what in (("b", "Birth", "birth"), ("f", "Flip", "flip")):
+    for key, label, what in (("b", "Origin", "origin"), ("f", "Flip", "flip")):
         stops = [
             ("ab".index(run), at // plan.per) for (run, at), found in sorted(marks.items()) if found == what
         ]
@@ -531,8 +531,8 @@ def timeline_drawing(series: Series) -> Drawing:
     if events:
         jumps.append(Jump("e", "Next event", events, same_row=True))
     rows = [f"Run {run}, {count(n, 'forward')}" for run, n in most.items()]
-    born = next((each.stops[0] for each in jumps if each.key == "b"), (0, 0))
-    start = born[0] or 0, born[1]
+    origin_at = next((each.stops[0] for each in jumps if each.key == "b"), (0, 0))
+    start = origin_at[0] or 0, origin_at[1]
     return Drawing(timeline_svg(series), rows, Axis(titles), cells, jumps, (), start)
 
 
@@ -680,7 +680,7 @@ def _asked(run: str, divergence: Divergence | None) -> Iterator[tuple[str, int]]
     for request in () if divergence is None else divergence.requests:
         if request.origin is not None:
             forward = request.origin.forward_a if run == "a" else request.origin.forward_b
-            yield f"birth of {named(request.id)}", forward
+            yield f"origin of {named(request.id)}", forward
         if request.flip is not None:
             flip = request.flip.forward_a if run == "a" else request.flip.forward_b
             if flip is not None:

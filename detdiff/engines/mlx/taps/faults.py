@@ -1,4 +1,4 @@
-"""Faults planted on purpose: the twin of every check, and the tool that shows a detector detects."""
+"""Faults injected on purpose: the twin of every check, and the tool that shows a detector detects."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _BITS = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32}
 
 
 @dataclass(frozen=True)
-class Plant:
+class InjectedFault:
     """Moves one element of one row of a site's output by one unit in the last place.
 
     ``request`` is an index, ``position`` a row position; ``element`` counts within the row's values in row
@@ -60,17 +60,17 @@ def _moved(value: mx.array, slot: int, column: int, axis: int, element: int) -> 
     return bits.view(value.dtype)
 
 
-class Planter:
-    """Applies plants to what the sites of a model give."""
+class Injector:
+    """Applies injected faults to what the sites of a model give."""
 
-    def __init__(self, plants: Iterable[Plant] = ()) -> None:
-        self._plants = tuple(plants)
+    def __init__(self, injected_faults: Iterable[InjectedFault] = ()) -> None:
+        self._injected_faults = tuple(injected_faults)
 
     def __bool__(self) -> bool:
-        return bool(self._plants)
+        return bool(self._injected_faults)
 
     def apply(self, sites: SiteMap, key: str, port: str, value: Any, forward: Forward) -> Any:
-        """``value``, with the elements moved that plants of this port name; no array is left as it is."""
+        """``value``, with the elements moved that injected faults of this port name; no array is left as it is."""
         if not isinstance(value, mx.array):
             return value
         place = sites.index.get(key)
@@ -79,8 +79,8 @@ class Planter:
             return value
         if key in ("logits", sites.head) and forward.selected is not None:
             forward = _compact(forward)
-        for plant in self._plants:
-            value = plant.apply(sites.sites[place].name, port, value, axis, forward)
+        for injected_fault in self._injected_faults:
+            value = injected_fault.apply(sites.sites[place].name, port, value, axis, forward)
         return value
 
 

@@ -15,7 +15,7 @@ from detdiff.scenario import KernelPlan
 
 from .entries import cache_kind, entry_parts
 from .experts import ExpertOrder
-from .faults import Plant, Planter
+from .faults import InjectedFault, Injector
 from .forward import Attend, Forward, Packing, Recording, Sink, Steering, handle
 from .kernel_plan import Place, StagedWeights, Taken
 from .operations import Operations
@@ -33,7 +33,7 @@ class Session:
         self,
         model: Module,
         plan: KernelPlan | None = None,
-        plants: Iterable[Plant] = (),
+        injected_faults: Iterable[InjectedFault] = (),
         staged: StagedWeights | None = None,
         *,
         after: Session | None = None,
@@ -45,7 +45,7 @@ class Session:
         """
         self.model = model
         self.operations = Operations(plan or KernelPlan(), staged)
-        self._planter = Planter(plants)
+        self._injector = Injector(injected_faults)
         self.compose: Callable[[mx.array, Any], Forward] | None = None
         self.recording: Recording | None = None
         self.on_logits: Callable[[Forward, mx.array], None] | None = None
@@ -97,7 +97,7 @@ class Session:
         self._entered = True
         self._reset()
         self.recording = recording
-        bare = recording is None and self.operations.native and not packed and not self._planter
+        bare = recording is None and self.operations.native and not packed and not self._injector
         try:
             with tapped_top(self.model, self) if bare else tapped(self.model, self):
                 yield self
@@ -157,7 +157,7 @@ class Session:
             self.recording.begin(forward, cache or [])
         try:
             logits = native(*args, **kw)
-            logits = self._planted("logits", "out", logits)
+            logits = self._injected("logits", "out", logits)
             if self.recording is not None:
                 self.recording.end(forward, logits)
             if self.on_logits is not None and forward.logits_used:
@@ -188,7 +188,7 @@ class Session:
         except Exception:
             self._failed_in = self._failed_in or name
             raise
-        y = self._planted(key, "out", y) if kind != "switch" else self._switch_planted(key, args[1], y)
+        y = self._injected(key, "out", y) if kind != "switch" else self._switch_injected(key, args[1], y)
         if self._sink is not None and isinstance(y, mx.array):
             if kind == "switch":
                 order = self._order(args[1])
@@ -259,10 +259,10 @@ class Session:
         site = self.sites.sites[number]
         return Place(site.name, site.kind, forward.phase)
 
-    def _planted(self, key: str, port: str, value: Any) -> Any:
-        if self.forward is None or not self._planter:
+    def _injected(self, key: str, port: str, value: Any) -> Any:
+        if self.forward is None or not self._injector:
             return value
-        return self._planter.apply(self.sites, key, port, value, self.forward)
+        return self._injector.apply(self.sites, key, port, value, self.forward)
 
     def gather_sort(self, native: Callable[..., Any], args: Any) -> Any:
         result = native(*args)
@@ -275,11 +275,11 @@ class Session:
         order = self._experts
         return order if order is not None and indices is order.indices else None
 
-    def _switch_planted(self, key: str, indices: Any, y: mx.array) -> Any:
-        order = self._order(indices) if self._planter else None
+    def _switch_injected(self, key: str, indices: Any, y: mx.array) -> Any:
+        order = self._order(indices) if self._injector else None
         if order is None:
-            return self._planted(key, "out", y)
-        return order.sorted(self._planted(key, "out", order.rows(y)))
+            return self._injected(key, "out", y)
+        return order.sorted(self._injected(key, "out", order.rows(y)))
 
     def composite(self, name: str, native: Callable[..., Any], args: Any, kw: Any) -> Any:
         if not self._active:
@@ -300,11 +300,11 @@ class Session:
             self._sink.given(key, (*args, *kw.values()))
         first = result[0] if isinstance(result, tuple) and result else result
         if isinstance(first, mx.array):
-            planted = self._planted(key, "out", first)
-            if planted is not first:
-                result = (planted, *result[1:]) if isinstance(result, tuple) else planted
+            injected = self._injected(key, "out", first)
+            if injected is not first:
+                result = (injected, *result[1:]) if isinstance(result, tuple) else injected
             if self._sink is not None and held:
-                self._sink.site(key, "composite", [("in", held[0])], [("out", planted)], parent)
+                self._sink.site(key, "composite", [("in", held[0])], [("out", injected)], parent)
         if self.recording is not None and self.forward is not None and key in self.sites.blocks:
             self.recording.block_done(key)
         return result
@@ -334,7 +334,7 @@ class Session:
         queries = self._hold_all(args[:1] or [kw.get("queries")])
         attend = self._attend(key, native)
         y = attend(None, args, kw) if self.packing is None else self.packing.attention(attend, args, kw)
-        y = self._planted(key, "out", y)
+        y = self._injected(key, "out", y)
         if self._sink is not None:
             self._sink.site(key, "attention", [("in", q) for q in queries], [("out", y)], self._inside)
             if self.recording is not None and self.forward is not None:

@@ -1,4 +1,4 @@
-"""Ten planted cases: each ends at a quarter of the original's rows or less, with the same verdict and the same site."""
+"""Ten injected cases: each ends at a quarter of the original's rows or less, with the same verdict and the same site."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trials import Recorded
 from detdiff.compare import Divergence
 from detdiff.explain import DECIDING, explain
 
-PLANTED: dict[str, tuple[int, int, dict[str, Any]]] = {
+INJECTED: dict[str, tuple[int, int, dict[str, Any]]] = {
     "kernel-switch": (1, 3, {"max_tokens": 6}),
     "narrow-sums": (4, 3, {}),
     "leak-between-rows": (6, 3, {}),
@@ -31,16 +31,16 @@ PLANTED: dict[str, tuple[int, int, dict[str, Any]]] = {
 
 def first_site(divergence: Divergence | None) -> str | None:
     assert divergence is not None
-    parted = [request for request in divergence.requests if request.rung is not None]
-    first = next((request for request in parted if request.id == divergence.first), parted[0])
+    diverged = [request for request in divergence.requests if request.stage is not None]
+    first = next((request for request in diverged if request.id == divergence.first), diverged[0])
     return None if first.origin is None else first.origin.site
 
 
-@pytest.mark.parametrize("name", some_now(PLANTED, list(PLANTED).index("shared-position")))
+@pytest.mark.parametrize("name", some_now(INJECTED, list(INJECTED).index("shared-position")))
 def test_a_quarter_of_the_rows_or_less_parts_in_the_same_way(
     name: str, tmp_path: Path, recorded: Recorded
 ) -> None:
-    number, seed, keys = PLANTED[name]
+    number, seed, keys = INJECTED[name]
     trial = crowded(number, seed, **keys)
     before = recorded.compare(trial)
     found = reduced(trial, tmp_path / "smaller")
@@ -50,7 +50,7 @@ def test_a_quarter_of_the_rows_or_less_parts_in_the_same_way(
     small = replace(trial, scenario_a=found.scenario_a, scenario_b=found.scenario_b)
     after = recorded.compare(small)
     assert first_site(after) == first_site(found.verdict.divergence) == first_site(before)
-    assert after.rung == before.rung
+    assert after.stage == before.stage
     with trial.around:
         again = explain(recorded.a, recorded.b, controls=DECIDING, loaded=trial.loaded, draft=trial.draft)
     assert again.kind == found.verdict.kind

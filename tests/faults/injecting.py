@@ -1,6 +1,6 @@
-"""How faults are planted: a module or a function computes otherwise while a block runs, and as before after it.
+"""How faults are injected: a module or a function computes otherwise while a block runs, and as before after it.
 
-Every plant decides by what a call is given (rows, positions, layers), never by how many calls there were, so that each
+Every inject decides by what a call is given (rows, positions, layers), never by how many calls there were, so that each
 re-run of a scenario meets the same fault. The one exception is a race, which is none if it repeats.
 """
 
@@ -17,19 +17,19 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import cache as caches
 
-from detdiff.engines.mlx.taps.faults import Plant, Planter
+from detdiff.engines.mlx.taps.faults import InjectedFault, Injector
 from detdiff.engines.mlx.taps.forward import Forward
 from detdiff.engines.mlx.taps.session import Session
 from detdiff_kernels import Kernel, library
 
-Plants = Callable[[], AbstractContextManager[Any]]
+InjectedFaults = Callable[[], AbstractContextManager[Any]]
 
 
 class Around:
-    """A context manager, and a function that gives it, that can be entered again and again: all plants of a trial."""
+    """A context manager, and a function that gives it, that can be entered again and again: all injected faults of a trial."""
 
-    def __init__(self, *plants: Plants) -> None:
-        self._plants = plants
+    def __init__(self, *injected_faults: InjectedFaults) -> None:
+        self._injected_faults = injected_faults
         self._stacks: list[ExitStack] = []
 
     def __call__(self) -> Around:
@@ -37,8 +37,8 @@ class Around:
 
     def __enter__(self) -> None:
         with ExitStack() as stack:
-            for plant in self._plants:
-                stack.enter_context(plant())
+            for injected_fault in self._injected_faults:
+                stack.enter_context(injected_fault())
             self._stacks.append(stack.pop_all())
 
     def __exit__(
@@ -52,11 +52,11 @@ def called(module: nn.Module, call: Callable[..., Any]) -> Iterator[None]:
     """``call(native, *args, **kw)`` stands for the module's own call. The class keeps its name, as a fault would."""
     original = type(module)
 
-    def planted(self: nn.Module, *args: Any, **kw: Any) -> Any:
+    def injected(self: nn.Module, *args: Any, **kw: Any) -> Any:
         return call(lambda *a, **k: original.__call__(self, *a, **k), *args, **kw)
 
     module.__class__ = type(
-        original.__name__, (original,), {"__module__": original.__module__, "__call__": planted}
+        original.__name__, (original,), {"__module__": original.__module__, "__call__": injected}
     )
     try:
         yield
@@ -100,15 +100,15 @@ def batched(cache: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class Among(Plant):
-    """A plant that shows only where a forward holds rows of several requests."""
+class Among(InjectedFault):
+    """A inject that shows only where a forward holds rows of several requests."""
 
     def apply(self, site: str, port: str, value: mx.array, axis: int, forward: Forward) -> mx.array:
         return super().apply(site, port, value, axis, forward) if _several(forward) else value
 
 
 @dataclass(frozen=True)
-class Put(Plant):
+class Put(InjectedFault):
     """Makes one element of a row, or with ``whole`` the row, another bit pattern or dtype: ``alone(values)`` where the
     forward holds one request, ``among(values)`` where it holds several."""
 
@@ -139,13 +139,13 @@ def _several(forward: Forward) -> bool:
 
 
 @contextlib.contextmanager
-def sites_planted(*plants: Plant) -> Iterator[None]:
-    """Every session of the block has these plants too, whoever makes it."""
+def sites_injected(*injected_faults: InjectedFault) -> Iterator[None]:
+    """Every session of the block has these injected faults too, whoever makes it."""
     native = Session.__init__
 
     def init(self: Session, *args: Any, **kw: Any) -> None:
         native(self, *args, **kw)
-        self._planter = Planter((*self._planter._plants, *plants))
+        self._injector = Injector((*self._injector._injected_faults, *injected_faults))
 
     Session.__init__ = init
     try:

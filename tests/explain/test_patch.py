@@ -10,10 +10,10 @@ from mlx_lm.models.cache import BatchKVCache, KVCache, QuantizedKVCache, Rotatin
 from runs import Runs, model, scenario
 from tiers import some_now
 
-from detdiff.engines.mlx.cache_patches import Entry, differing, grafted, held, put
+from detdiff.engines.mlx.cache_patches import Entry, differing, held, patched, put
 from detdiff.engines.mlx.caches import PagedCache, PagePool, PageTable
 from detdiff.engines.mlx.record import RecordOptions
-from detdiff.engines.mlx.taps.faults import Plant
+from detdiff.engines.mlx.taps.faults import InjectedFault
 from detdiff.explain.case import Case
 from detdiff.explain.control import CannotRun
 from detdiff.explain.investigate import run_control
@@ -24,11 +24,13 @@ def runs(tmp_path: Path) -> Runs:
     return Runs(tmp_path)
 
 
-def _planted(runs: Runs, arch: str, plant: Plant, schedule: str, layout: str, **keys: Any) -> Case:
+def _injected(
+    runs: Runs, arch: str, injected_fault: InjectedFault, schedule: str, layout: str, **keys: Any
+) -> Case:
     loaded, asked = model(arch, "f32"), scenario(schedule, layout, **{"max_tokens": 10, **keys})
     a = runs.record(loaded, asked)
-    b = runs.record(loaded, asked, RecordOptions(observe=0, faults=(plant,)))
-    return Case.of(a, b, loaded=loaded, plants=((), (plant,)))
+    b = runs.record(loaded, asked, RecordOptions(observe=0, faults=(injected_fault,)))
+    return Case.of(a, b, loaded=loaded, injected_faults=((), (injected_fault,)))
 
 
 @pytest.mark.parametrize(
@@ -50,9 +52,9 @@ def test_the_one_entry_is_named_in_every_cache(
     layer = len(loaded.model.layers) - 1
     head = 1 if arch == "llama" else 0
     width = 16 if arch == "llama" else 32
-    plant = Plant(f"layers.{layer}.self_attn.v_proj", 1, 2, head * width + 3)
-    case = _planted(runs, arch, plant, schedule, layout, **keys)
-    for name, result in (("graft_in", "removed"), ("graft_out", "reproduced")):
+    injected_fault = InjectedFault(f"layers.{layer}.self_attn.v_proj", 1, 2, head * width + 3)
+    case = _injected(runs, arch, injected_fault, schedule, layout, **keys)
+    for name, result in (("patch_in", "removed"), ("patch_out", "reproduced")):
         control = run_control(case, name)
         assert control.result == result, control.said
         assert control.detail["smallest"] == ((layer, "V", head, 2),)
@@ -61,33 +63,33 @@ def test_the_one_entry_is_named_in_every_cache(
 
 def test_a_difference_outside_the_cache_is_not_carried(runs: Runs) -> None:
     # The last row's own last layer: it writes nothing that anybody reads.
-    plant = Plant("layers.1.mlp.down_proj", 0, 12 + 10 - 2, 3)
-    control = run_control(_planted(runs, "llama", plant, "continuous", "packed"), "graft_in")
-    assert control.result == "no_carriers"
+    injected_fault = InjectedFault("layers.1.mlp.down_proj", 0, 12 + 10 - 2, 3)
+    control = run_control(_injected(runs, "llama", injected_fault, "continuous", "packed"), "patch_in")
+    assert control.result == "no_differing_entries"
 
 
-def test_what_is_born_in_the_deciding_forward_too_remains(runs: Runs) -> None:
-    first = Plant("layers.1.self_attn.v_proj", 0, 3, 1)
-    last = Plant("layers.1.mlp.down_proj", 0, 12 + 10 - 2, 3)
+def test_what_arises_in_the_deciding_forward_too_remains(runs: Runs) -> None:
+    first = InjectedFault("layers.1.self_attn.v_proj", 0, 3, 1)
+    last = InjectedFault("layers.1.mlp.down_proj", 0, 12 + 10 - 2, 3)
     loaded, asked = model("llama"), scenario("continuous", "packed", max_tokens=10)
     a = runs.record(loaded, asked)
     b = runs.record(loaded, asked, RecordOptions(observe=0, faults=(first, last)))
-    case = Case.of(a, b, loaded=loaded, plants=((), (first, last)))
-    assert [run_control(case, name).result for name in ("graft_in", "graft_out")] == [
+    case = Case.of(a, b, loaded=loaded, injected_faults=((), (first, last)))
+    assert [run_control(case, name).result for name in ("patch_in", "patch_out")] == [
         "remains",
         "not_reproduced",
     ]
 
 
-def test_carriers_are_those_that_compare_counts(runs: Runs) -> None:
-    plant = Plant("layers.0.self_attn.k_proj", 0, 4, 7)
-    case = _planted(runs, "llama", plant, "continuous", "packed")
-    control = run_control(case, "graft_in")
-    counted = case.focus.carriers
+def test_differing_entries_are_those_that_compare_counts(runs: Runs) -> None:
+    injected_fault = InjectedFault("layers.0.self_attn.k_proj", 0, 4, 7)
+    case = _injected(runs, "llama", injected_fault, "continuous", "packed")
+    control = run_control(case, "patch_in")
+    counted = case.focus.differing_entries
     assert counted is not None
     # Compare also counts what the deciding row itself wrote before it attended.
     own = sum(len(layer) for layer in ("KV", "KV")) * 2 * (counted.positions[-1][1] == counted.alive_at)
-    assert counted.count - own <= control.detail["carriers"] <= counted.count
+    assert counted.count - own <= control.detail["differing_entries"] <= counted.count
 
 
 def _filled(cache: Any, rows: int, seed: int, chunk: int) -> Any:
@@ -116,7 +118,7 @@ def test_entries_lie_by_position_and_can_be_replaced(make: Any, chunk: int) -> N
         assert np.array_equal(np.asarray(side[0]), np.asarray(array[0, :, mine.first :]))
     other = held(_filled(make(), 23, 2, chunk)[0])
     wanted = [Entry(0, "K", 1, 20), Entry(0, "V", 0, 22)]
-    put(cache, grafted(mine, other, wanted))
+    put(cache, patched(mine, other, wanted))
     assert differing([held(cache)], [mine]) == wanted
     left = differing([held(cache)], [other])
     assert len(left) == 4 * (23 - mine.first) - len(wanted) and not set(left) & set(wanted)
@@ -125,7 +127,7 @@ def test_entries_lie_by_position_and_can_be_replaced(make: Any, chunk: int) -> N
 def test_a_quantised_entry_has_all_its_parts() -> None:
     a, b = (held(_filled(QuantizedKVCache(group_size=32, bits=4), 9, seed, 3)[0]) for seed in (1, 2))
     assert len(a.keys) == 3
-    taken = grafted(a, b, [Entry(0, "V", 1, 4)])
+    taken = patched(a, b, [Entry(0, "V", 1, 4)])
     assert differing([taken], [a]) == [Entry(0, "V", 1, 4)]
 
 
@@ -135,7 +137,7 @@ def test_a_padded_slot_begins_after_its_padding() -> None:
     cache.update_and_fetch(keys, keys)
     entries = held(cache, 1)
     assert entries.end == 5
-    put(cache, grafted(entries, held(cache, 0), [Entry(0, "K", 0, 0)]), 1)
+    put(cache, patched(entries, held(cache, 0), [Entry(0, "K", 0, 0)]), 1)
     assert np.array_equal(np.asarray(cache.keys[1, 0, 3]), np.asarray(keys[0, 0, 0]))
     assert np.array_equal(np.asarray(cache.keys[0, :, :8]), np.asarray(keys[0]))
 

@@ -1,4 +1,4 @@
-"""Faults that a model can have, planted in the classes that mlx-lm models are made of; needs nothing but mlx and mlx-lm."""
+"""Faults that a model can have, injected in the classes that mlx-lm models are made of; needs nothing but mlx and mlx-lm."""
 
 from __future__ import annotations
 
@@ -97,16 +97,16 @@ def lost_rows() -> Iterator[None]:
         yield
 
 
-PLANTS = {
+INJECTED_FAULTS = {
     "kernel_switch": kernel_switch,
     "leak": leak,
     "wrong_offset": wrong_offset,
     "lost_rows": lost_rows,
 }
 NAMED = {
-    "kernel_switch": "birth: layers.0.mlp.gate_proj (linear, layer 0)",
-    "leak": "birth: layers.0.self_attn.cache.read (cache_read, layer 0)",
-    "wrong_offset": "birth: layers.0.self_attn.rope.q (rope, layer 0)",
-    "lost_rows": "birth: layers.0.self_attn.rope.q (rope, layer 0)",
+    "kernel_switch": "origin: layers.0.mlp.gate_proj (linear, layer 0)",
+    "leak": "origin: layers.0.self_attn.cache.read (cache_read, layer 0)",
+    "wrong_offset": "origin: layers.0.self_attn.rope.q (rope, layer 0)",
+    "lost_rows": "origin: layers.0.self_attn.rope.q (rope, layer 0)",
 }
 """What the failure has to name."""

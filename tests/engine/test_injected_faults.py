@@ -1,17 +1,17 @@
 """The detector detects: a fault of one unit in the last place is named, at its exact place, and nothing else is.
 
-`python -m benchmarks.plants` runs 300 of these trials; this is a sample of the same series.
+`python -m benchmarks.injected faults` runs 300 of these trials; this is a sample of the same series.
 """
 
 from __future__ import annotations
 
 import pytest
-from plant_trials import SUITES, Trials
+from injected_fault_trials import SUITES, Trials
 from runs import Runs, model, scenario
 
 from detdiff.compare import compare
 from detdiff.engines.mlx.record import RecordOptions
-from detdiff.engines.mlx.taps.faults import Plant
+from detdiff.engines.mlx.taps.faults import InjectedFault
 
 SAMPLE = 40
 
@@ -22,7 +22,7 @@ def trials(runs: Runs) -> Trials:
 
 
 @pytest.mark.parametrize("suite", range(len(SUITES)), ids=["-".join(suite) for suite in SUITES])
-def test_planted_faults_are_found_where_they_are(trials: Trials, suite: int) -> None:
+def test_injected_faults_are_found_where_they_are(trials: Trials, suite: int) -> None:
     rows = [trials.run(number) for number in range(suite, SAMPLE, len(SUITES))]
     assert len(rows) == SAMPLE // len(SUITES)
     assert all(row["found"] for row in rows), [row for row in rows if not row["found"]]
@@ -50,8 +50,8 @@ def test_every_kind_of_site_can_be_the_origin(runs: Runs, layout: str, site: str
     asked = scenario("continuous", layout, arrivals=(0, 2, 5), lengths=(12, 3, 35), max_tokens=5)
     base = runs.record(of, asked)
     # The last prompt row: fed in every layout, and one whose logits are used.
-    plant = Plant(site, 2, 34, 3)
-    other = runs.record(of, asked, RecordOptions(observe=0, faults=(plant,)))
+    injected_fault = InjectedFault(site, 2, 34, 3)
+    other = runs.record(of, asked, RecordOptions(observe=0, faults=(injected_fault,)))
     divergence = compare(base, other)
     (hit,) = [request for request in divergence.requests if request.origin is not None]
     assert hit.origin is not None
@@ -60,9 +60,9 @@ def test_every_kind_of_site_can_be_the_origin(runs: Runs, layout: str, site: str
     assert all(r.identical for r in divergence.requests if r.id != "r2")
 
 
-def test_without_a_plant_nothing_is_found(runs: Runs) -> None:
+def test_without_a_injected_fault_nothing_is_found(runs: Runs) -> None:
     of = model("qwen3_moe")
     asked = scenario("continuous", "packed", arrivals=(0, 2, 5), lengths=(12, 3, 35), max_tokens=5)
-    off_the_row = Plant("norm", 2, 4000, 3)
+    off_the_row = InjectedFault("norm", 2, 4000, 3)
     other = runs.record(of, asked, RecordOptions(observe=0, faults=(off_the_row,)))
     assert compare(runs.record(of, asked), other).identical

@@ -8,10 +8,10 @@ from tiers import some_now
 from tiny import tiny
 
 from detdiff.compare import compare
-from detdiff.engines.mlx.path_changes import Change, Relaxed, baseline, trials
+from detdiff.engines.mlx.path_changes import Allowed, Change, baseline, trials
 from detdiff.engines.mlx.record import RecordOptions
 from detdiff.engines.mlx.reruns import Changes, Reruns, rerun
-from detdiff.engines.mlx.taps.faults import Plant
+from detdiff.engines.mlx.taps.faults import InjectedFault
 from detdiff.explain.case import Case
 from detdiff.explain.control import Budget
 from detdiff.explain.investigate import run_control
@@ -37,9 +37,9 @@ def _case(
 @pytest.mark.thorough
 def test_the_set_alone_parts_and_nothing_can_be_left_out_of_it(runs: Runs) -> None:
     case = _case(runs)
-    relaxed = run_control(case, "relax")
-    assert relaxed.result == "smallest"
-    found = [Change(each["forward"], each["site"]) for each in relaxed.detail["smallest"]]
+    allowed = run_control(case, "minimal_change")
+    assert allowed.result == "smallest"
+    found = [Change(each["forward"], each["site"]) for each in allowed.detail["smallest"]]
     tried = trials(Reruns.of(case))
     assert tried is not None and tried.happens(found)
     assert not any(tried.happens([one for one in found if one != left]) for left in found)
@@ -55,7 +55,7 @@ def test_a_trial_that_starts_late_answers_as_one_from_the_prompt(runs: Runs) -> 
             Reruns.of(case),
             "b",
             Changes(
-                steering=Relaxed(base.changes, some),
+                steering=Allowed(base.changes, some),
                 decided=lambda run: base.target.happened(run) is not None,
                 wanted=base.wanted,
             ),
@@ -66,42 +66,44 @@ def test_a_trial_that_starts_late_answers_as_one_from_the_prompt(runs: Runs) -> 
 @pytest.mark.thorough
 def test_without_snapshots_the_padded_layout_finds_it_from_the_prompt(runs: Runs) -> None:
     case = _case(runs, "f32", "padded", kernels="mlx-metal")
-    relaxed = run_control(case, "relax")
-    assert relaxed.result == "smallest"
-    assert all(each["path_a"] != each["path_b"] for each in relaxed.detail["smallest"])
+    allowed = run_control(case, "minimal_change")
+    assert allowed.result == "smallest"
+    assert all(each["path_a"] != each["path_b"] for each in allowed.detail["smallest"])
 
 
 def test_a_difference_that_is_no_path_change_remains(runs: Runs) -> None:
     loaded = model("llama", "f32")
     keys = {**CANDLE, "max_tokens": 12}
-    plant = Plant("layers.0.self_attn.v_proj", 0, 2, 5)
+    injected_fault = InjectedFault("layers.0.self_attn.v_proj", 0, 2, 5)
     a = runs.record(loaded, scenario("serial", "packed", **keys))
     asked = scenario("continuous", "packed", active=3, **keys)
-    b = runs.record(loaded, asked, RecordOptions(observe=0, faults=(plant,)))
-    case = Case.of(a, b, loaded=loaded, plants=((), (plant,)))
-    assert run_control(case, "relax").result == "remains"
+    b = runs.record(loaded, asked, RecordOptions(observe=0, faults=(injected_fault,)))
+    case = Case.of(a, b, loaded=loaded, injected_faults=((), (injected_fault,)))
+    assert run_control(case, "minimal_change").result == "remains"
 
 
 def test_one_schedule_has_no_path_change(runs: Runs) -> None:
     loaded = model("llama", "f32")
-    plant = Plant("layers.0.self_attn.v_proj", 0, 2, 5)
+    injected_fault = InjectedFault("layers.0.self_attn.v_proj", 0, 2, 5)
     asked = scenario("continuous", "packed", active=3, **CANDLE)
     a = runs.record(loaded, asked)
-    b = runs.record(loaded, asked, RecordOptions(observe=0, faults=(plant,)))
-    relaxed = run_control(Case.of(a, b, loaded=loaded, plants=((), (plant,))), "relax")
-    assert (relaxed.result, relaxed.detail["candidates"]) == ("none", 0)
+    b = runs.record(loaded, asked, RecordOptions(observe=0, faults=(injected_fault,)))
+    allowed = run_control(
+        Case.of(a, b, loaded=loaded, injected_faults=((), (injected_fault,))), "minimal_change"
+    )
+    assert (allowed.result, allowed.detail["candidates"]) == ("none", 0)
 
 
 @pytest.mark.parametrize("budget", some_now([Budget(reruns=1), Budget(forwards=9), Budget(reruns=0)], 2))
 def test_a_spent_budget_is_said(runs: Runs, budget: Budget) -> None:
-    relaxed = run_control(_case(runs, budget=budget), "relax")
-    assert relaxed.result == "not_run" and "budget" in relaxed.said
-    assert relaxed.forwards == budget.forwards_spent <= (budget.forwards or 1000)
+    allowed = run_control(_case(runs, budget=budget), "minimal_change")
+    assert allowed.result == "not_run" and "budget" in allowed.said
+    assert allowed.forwards == budget.forwards_spent <= (budget.forwards or 1000)
 
 
 def test_what_is_spent_is_what_was_run(runs: Runs) -> None:
     case = _case(runs)
-    controls = [run_control(case, name) for name in ("relax", "graft_in", "repeat")]
+    controls = [run_control(case, name) for name in ("minimal_change", "patch_in", "repeat")]
     assert sum(control.forwards for control in controls) == case.budget.forwards_spent > 0
 
 
@@ -117,9 +119,9 @@ def test_verification_in_one_block_against_one_by_one(tmp_path: Path, layout: st
     ]
     case = Case.of(*asked, loaded=loaded, draft=draft)
     assert any(line.get("model") == "draft" for line in case.b.forwards())
-    assert case.focus.rung is not None
-    held = run_control(case, "hold_path")
+    assert case.focus.stage is not None
+    held = run_control(case, "pin_kernels")
     assert (held.result, held.detail["bits_equal"]) == ("removed", True), held.said
-    relaxed = run_control(case, "relax")
-    assert relaxed.result == "smallest", relaxed.said
-    assert all(not each["site"].startswith("draft.") for each in relaxed.detail["smallest"])
+    allowed = run_control(case, "minimal_change")
+    assert allowed.result == "smallest", allowed.said
+    assert all(not each["site"].startswith("draft.") for each in allowed.detail["smallest"])

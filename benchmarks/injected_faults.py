@@ -1,4 +1,4 @@
-"""Plants one unit in the last place at 300 random places and looks for it: ``python -m benchmarks.plants``.
+"""Injected faults one unit in the last place at 300 random places and looks for it: ``python -m benchmarks.injected_faults``.
 
 Four architectures, both layouts; request, position, site and element are drawn from a fixed seed. A trial counts when
 compare names exactly that origin and no other one.
@@ -16,14 +16,14 @@ from tabulate import tabulate
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
-from plant_trials import Trials  # noqa: E402
+from injected_fault_trials import Trials  # noqa: E402
 from runs import Runs  # noqa: E402
 
 TRIALS = 300
 
 
 def run(trials: int = TRIALS) -> list[dict[str, Any]]:
-    """One row a trial: where the fault was planted, what was named, and whether that was exactly it."""
+    """One row a trial: where the fault was injected, what was named, and whether that was exactly it."""
     with tempfile.TemporaryDirectory() as directory:
         series = Trials(Runs(Path(directory)))
         return [series.run(number) for number in range(trials)]

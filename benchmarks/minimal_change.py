@@ -1,6 +1,6 @@
-"""Plants one path change or one unit in the last place in runs of 256 tokens: ``python -m benchmarks.relax [TRIALS]``.
+"""Injected faults one path change or one unit in the last place in runs of 256 tokens: ``python -m benchmarks.minimal_change [TRIALS]``.
 
-A trial counts when relax names exactly the call, or relax says that there is none and both grafts name exactly the cache
+A trial counts when minimal_change names exactly the call, or minimal_change says that there is none and both patches name exactly the cache
 entry. ``forwards`` are what all re-runs took after the two known runs, ``restarted`` what they would have taken from the
 prompt, each to the end.
 """
@@ -25,7 +25,7 @@ REQUESTS = 2
 
 
 def run(trials: int = TRIALS) -> list[dict[str, Any]]:
-    """One row for each kind of plant."""
+    """One row for each kind of inject."""
     with tempfile.TemporaryDirectory() as directory:
         series = Series(Path(directory), TOKENS, REQUESTS)
         return [
@@ -34,12 +34,12 @@ def run(trials: int = TRIALS) -> list[dict[str, Any]]:
         ]
 
 
-def _row(planted: str, trial: Callable[[int], Tried], trials: int) -> dict[str, Any]:
+def _row(injected: str, trial: Callable[[int], Tried], trials: int) -> dict[str, Any]:
     tried = [trial(number) for number in range(trials)]
     forwards = sum(each.forwards for each in tried)
     restarted = sum(each.reruns * each.length for each in tried)
     return {
-        "planted": planted,
+        "injected": injected,
         "named exactly": sum(each.right for each in tried),
         "trials": trials,
         "re-runs": sum(each.reruns for each in tried),

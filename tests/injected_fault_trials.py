@@ -1,4 +1,4 @@
-"""Trials of the detector: one unit in the last place, planted at random, must be found there and nowhere else."""
+"""Trials of the detector: one unit in the last place, injected at random, must be found there and nowhere else."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from runs import Ports, Runs, digests, model, scenario
 
 from detdiff.compare import compare
 from detdiff.engines.mlx.record import RecordOptions
-from detdiff.engines.mlx.taps.faults import Plant
+from detdiff.engines.mlx.taps.faults import InjectedFault
 from detdiff.scenario import Scenario
 from detdiff.trace import Trace
 
@@ -57,13 +57,15 @@ class Trials:
         return self._grounds[suite]
 
     def run(self, number: int) -> dict[str, Any]:
-        """One trial: where the fault was planted, and what was found; ``found`` says whether that is right."""
+        """One trial: where the fault was injected, and what was found; ``found`` says whether that is right."""
         suite = SUITES[number % len(SUITES)]
         ground = self.ground(suite)
         draw = random.Random(f"{self._seed} {number}")
         request, position, site = draw.choice(ground.places)
-        plant = Plant(site, request, position, draw.randrange(1 << 16))
-        other = self._runs.record(model(*suite[:2]), ground.asked, RecordOptions(observe=0, faults=(plant,)))
+        injected_fault = InjectedFault(site, request, position, draw.randrange(1 << 16))
+        other = self._runs.record(
+            model(*suite[:2]), ground.asked, RecordOptions(observe=0, faults=(injected_fault,))
+        )
         divergence = compare(ground.base, other)
         named = [(r.id, r.origin.site, r.origin.position) for r in divergence.requests if r.origin]
         count = sum(origin.count for r in divergence.requests for origin in r.origins)
@@ -77,7 +79,7 @@ class Trials:
             "site": site,
             "request": f"r{request}",
             "position": position,
-            "element": plant.element,
+            "element": injected_fault.element,
             "named": named,
             "origins": count,
             "found": right and not divergence.identical,

@@ -1,4 +1,4 @@
-"""Operations with one planted fault each. Without it they are exact: a row's outputs depend on the row alone."""
+"""Operations with one injected fault each. Without it they are exact: a row's outputs depend on the row alone."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def exact(x: Rows) -> NDArray[np.float64]:
     return (np.rint(x.astype(np.float64) * 64).astype(np.int64) @ WEIGHT).astype(np.float64)
 
 
-def planted(fault: Callable[[Rows, NDArray[np.float64]], None]) -> Op:
+def injected(fault: Callable[[Rows, NDArray[np.float64]], None]) -> Op:
     """``fault`` is given the rows and the right outputs, and changes the outputs in place."""
 
     def operation(x: Rows) -> NDArray[np.float32]:
@@ -34,4 +34,4 @@ def planted(fault: Callable[[Rows, NDArray[np.float64]], None]) -> Op:
 
 
 def probed(operation: Op, rows: str = "1..9", seeds: int = 3) -> Probe:
-    return probe(Function(operation, "planted:operation", K), rows=rows, seeds=seeds, timed=False)
+    return probe(Function(operation, "injected:operation", K), rows=rows, seeds=seeds, timed=False)
