@@ -1,6 +1,6 @@
 # Everything is built on `venv`: a fresh clone needs python3 (3.11 or newer) and make, nothing else.
 #
-#   make demo    the built-in model, serial against continuous: where do they part?
+#   make demo    the built-in model, serial against continuous: where do they diverge?
 #   make test    the first tier of the tests, minutes on two cores: each capability with its injected fault. Tests of torch
 #                are skipped, unless EXTRAS=dev,gguf,torch installs it (on Linux, several GB). CI=1 runs all: more seeds,
 #                sizes, models and places of the same kind, and real weights (fetched once, kept in ~/.cache/detdiff);
