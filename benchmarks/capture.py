@@ -15,8 +15,8 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.generate import BatchGenerator, generate_step
 
+from detdiff.engines.mlx.engine import RecordOptions, record
 from detdiff.engines.mlx.model import LoadedModel
-from detdiff.engines.mlx.record import RecordOptions, record
 from detdiff.engines.mlx.requests import prepare
 
 from .decoding import SKIPPED, Clock, scenario, untapped
@@ -59,7 +59,7 @@ class _Sides:
         return clock.step_seconds()
 
     def untapped(self) -> float:
-        """What ``detdiff.engines.mlx.record.generate`` does, with a clock where it takes a token."""
+        """What ``detdiff.engines.mlx.engine.generate`` does, with a clock where it takes a token."""
         return untapped(self._loaded, self._scenario)
 
     def recorded(self) -> float:

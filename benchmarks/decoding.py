@@ -61,7 +61,7 @@ def scenario(loaded: LoadedModel, batch: int, steps: int, **more: Any) -> Scenar
 
 
 def untapped(loaded: LoadedModel, wanted: Scenario, session: Session | None = None) -> float:
-    """Seconds of a step of what ``detdiff.engines.mlx.record.generate`` does, in a session of the scenario's kernel plan."""
+    """Seconds of a step of what ``detdiff.engines.mlx.engine.generate`` does, in a session of the scenario's kernel plan."""
     clock = Clock(len(wanted.requests), wanted.requests[0].max_tokens)
     work = prepare(wanted, loaded)
     session = session or Session(loaded.model, wanted.kernels)

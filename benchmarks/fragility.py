@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from detdiff.compare import compare
+from detdiff.engines.mlx.engine import RecordOptions, record
 from detdiff.engines.mlx.model import LoadedModel
-from detdiff.engines.mlx.record import RecordOptions, record
-from detdiff.explain.fragility import Fragility, Movements, fragility
+from detdiff.explain.verdict import Fragility, Movements, fragility
 from detdiff.scenario import Scenario
 from detdiff.trace import Trace
 

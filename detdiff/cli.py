@@ -304,7 +304,7 @@ def compare(files: tuple[Path, ...], **options: Any) -> None:
     with recorded(found, asked.keep, _progress, across_models=across) as (a, b):
         answer = compare_traces(a, b, across_models=across)
         if options["replay"]:
-            from detdiff.replay import replay
+            from detdiff.engines.record import replay
 
             with _progress("replay") as on_token:
                 # Without files, --model has said already what to record.

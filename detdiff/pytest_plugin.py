@@ -240,7 +240,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     skipped = sum(MARKER in report.keywords for report in terminalreporter.stats.get("skipped", ()))
     if not (workers or skipped or _CHECKER in config.stash):
         return
-    from detdiff.check.tally import Tally
+    from detdiff.check.failure import Tally
 
     total = Tally(skipped=skipped)
     if _CHECKER in config.stash:

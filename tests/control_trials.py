@@ -10,8 +10,8 @@ from typing import Any
 from runs import model
 
 from detdiff.compare import compare
-from detdiff.engines.mlx.record import RecordOptions, record
-from detdiff.engines.mlx.taps.faults import InjectedFault
+from detdiff.engines.mlx.engine import RecordOptions, record
+from detdiff.engines.mlx.taps.session import InjectedFault
 from detdiff.explain.case import Case
 from detdiff.explain.control import Control
 from detdiff.explain.investigate import run_control

@@ -15,8 +15,8 @@ from mlx_lm.models import mamba2
 from numpy.typing import NDArray
 from tiny import CONFIGS, PACKABLE, VOCAB, TinyTokenizer, tiny
 
+from detdiff.engines.mlx.engine import RecordOptions, record
 from detdiff.engines.mlx.model import LoadedModel
-from detdiff.engines.mlx.record import RecordOptions, record
 from detdiff.engines.mlx.taps.forward import Forward, memory
 from detdiff.scenario import Scenario
 from detdiff.trace import Trace

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from detdiff.compare import Divergence, compare
-from detdiff.engines.mlx.record import RecordOptions, record
+from detdiff.engines.mlx.engine import RecordOptions, record
 from detdiff.engines.mlx.serve import Models
 from detdiff.explain import Verdict, explain
 from detdiff.report import verdict_text

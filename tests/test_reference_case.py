@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from detdiff.compare import Divergence, compare
-from detdiff.engines.mlx.record import RecordOptions, record
+from detdiff.engines.mlx.engine import RecordOptions, record
 from detdiff.engines.mlx.serve import Models
 from detdiff.report import divergence_text
 from detdiff.scenario import Scenario

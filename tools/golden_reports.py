@@ -106,7 +106,7 @@ def record_answer(recipe: Recipe) -> str:
     """The JSON report of a case, run now. Paths are those of the repository, and times are set."""
     from detdiff.compare import compare
     from detdiff.compare.series import series
-    from detdiff.engines.mlx.record import RecordOptions, record
+    from detdiff.engines.mlx.engine import RecordOptions, record
     from detdiff.engines.mlx.serve import Models
     from detdiff.explain import explain
 

@@ -11,7 +11,7 @@ import shutil
 from pathlib import Path
 
 from detdiff.compare import compare
-from detdiff.engines.mlx.record import record
+from detdiff.engines.mlx.engine import record
 from detdiff.report import to_json
 from detdiff.scenario import Scenario
 

@@ -14,9 +14,8 @@ import pytest
 from detdiff.errors import CheckSettingInvalid, CheckSubjectInvalid, DetdiffError
 from detdiff.scenario import KernelPlan, nearest
 
-from .failure import Failure, Keeper, failure_text
+from .failure import Failure, Keeper, Tally, failure_text
 from .settings import SCHEDULES_BY_DEFAULT, Asked, Composition, Defaults, compositions
-from .tally import Tally
 
 if TYPE_CHECKING:
     from _pytest.outcomes import Failed

@@ -21,7 +21,7 @@ from detdiff.report.words import count, escaped, shown
 from detdiff.scenario import LAYOUTS, Scenario
 from detdiff.trace import Trace
 
-from .failure import Failure, Keeper, against_committed, place, portable, relative, write_report
+from .failure import Failure, Keeper, Tally, against_committed, place, portable, relative, write_report
 from .settings import (
     BOUNDED,
     EXACT,
@@ -34,7 +34,6 @@ from .settings import (
     requests,
 )
 from .subjects import Recorded, Subject, Subjects
-from .tally import Tally
 
 STRUCTURAL: Final = ("workload", "bookkeeping", "dtype", "shape", "tokens")
 """Stages that no rounding can diverge on."""

@@ -199,7 +199,7 @@ def _divergence(
 ) -> Divergence:
     answer = compare(*traces, across_models=asked.across_models)
     if why.replay:
-        from detdiff.replay import replay
+        from detdiff.engines.record import replay
 
         with progress("replay") as on_token:
             moved = asked.model if asked.files else None

@@ -17,9 +17,8 @@ from detdiff.trace import Trace
 from .case import REPEATS, Case
 from .control import NOT_RUN, Budget, CannotRun, Control, Outcome, Registered, registered
 from .facts import Facts, Recorded
-from .fragility import Fragility, fragility
 from .rules import RULES, decide, deciding
-from .verdict import Verdict
+from .verdict import Fragility, Verdict, fragility
 
 Progress = Callable[[int, int], None]
 OnControl = Callable[[str], None]

@@ -6,8 +6,7 @@ Importing this imports neither mlx nor torch; what is probed does.
 from __future__ import annotations
 
 from .operation import Shape
-from .result import Probe
-from .run import find_target, probe
+from .run import Probe, find_target, probe
 from .targets import Function, Linear
 
 __all__ = ["Function", "Linear", "Probe", "Shape", "find_target", "probe"]

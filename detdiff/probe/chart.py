@@ -10,7 +10,7 @@ from xml.sax.saxutils import escape
 
 from detdiff.report.words import runs_of
 
-from .result import Probe
+from .run import Probe
 
 UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from detdiff.errors import ScenarioError
-from detdiff.explain.smallest import smallest
+from detdiff.explain.control import smallest
 from detdiff.scenario import Request, Scenario, toml_text
 
 TWIN, TWIN_DRAFT = "./twin", "./twin-draft"

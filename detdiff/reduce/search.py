@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Final
 
 from detdiff.errors import ScenarioError
-from detdiff.explain.smallest import smallest
+from detdiff.explain.control import smallest
 
 from .pair import Candidate, Twin, lowered, plainer
 from .result import DivergenceKind, Outcome

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from detdiff.compare import Divergence, compare
+from detdiff.engines.mlx.engine import RecordOptions, record
 from detdiff.engines.mlx.model_directory import twin_of
-from detdiff.engines.mlx.record import RecordOptions, record
 from detdiff.engines.mlx.serve import Models
 from detdiff.errors import (
     NothingComparable,

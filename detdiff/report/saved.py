@@ -20,8 +20,7 @@ from detdiff.compare.grids import Grid
 from detdiff.compare.series import Series
 from detdiff.errors import AnswerError
 from detdiff.explain.control import Control
-from detdiff.explain.fragility import Fragility
-from detdiff.explain.verdict import KINDS, Evidence, Verdict
+from detdiff.explain.verdict import KINDS, Evidence, Fragility, Verdict
 
 from .json import DIVERGENCE, REPORT, VERDICT
 

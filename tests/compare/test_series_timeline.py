@@ -11,7 +11,7 @@ import pytest
 from synthetic_traces import Ask, Plan, serial, together, write_trace
 
 from detdiff.compare import Divergence, ForwardPoint, Member, Series, Threshold, compare, series
-from detdiff.engines.mlx.record import RecordOptions, record
+from detdiff.engines.mlx.engine import RecordOptions, record
 from detdiff.engines.mlx.serve import Models
 from detdiff.scenario import Scenario
 from detdiff.trace import Trace

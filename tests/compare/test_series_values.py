@@ -11,7 +11,7 @@ import pytest
 from test_compare_values import OUTPUT, bumped, ports, write
 
 from detdiff.compare import Divergence, Grid, Series, Values, compare, measure, series
-from detdiff.engines.mlx.record import RecordOptions, record
+from detdiff.engines.mlx.engine import RecordOptions, record
 from detdiff.engines.mlx.serve import Models
 from detdiff.scenario import Scenario
 from detdiff.trace import Trace

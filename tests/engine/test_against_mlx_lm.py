@@ -16,8 +16,8 @@ from test_observer import Answers
 from tiers import some_now
 from tiny import VOCAB, TinyTokenizer
 
+from detdiff.engines.mlx.engine import generate
 from detdiff.engines.mlx.model import LoadedModel
-from detdiff.engines.mlx.record import generate
 from detdiff.engines.mlx.requests import sampler
 from detdiff.scenario import Sampling, Scenario
 

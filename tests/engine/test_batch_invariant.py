@@ -11,8 +11,8 @@ from tiers import some_now
 from tiny import FORMATS, VOCAB
 
 from detdiff.compare import compare
-from detdiff.engines.mlx.record import RecordOptions
-from detdiff.engines.mlx.taps.faults import InjectedFault
+from detdiff.engines.mlx.engine import RecordOptions
+from detdiff.engines.mlx.taps.session import InjectedFault
 from detdiff.scenario import Scenario
 
 SEEDS = 20

@@ -17,7 +17,7 @@ from tiny import tiny
 from detdiff.compare import Divergence, compare
 from detdiff.engines.mlx.cache_events import Owners, watched
 from detdiff.engines.mlx.caches import RequestCaches
-from detdiff.engines.mlx.record import RecordOptions
+from detdiff.engines.mlx.engine import RecordOptions
 from detdiff.report import divergence_text
 from detdiff.scenario import Scenario
 from detdiff.trace import Trace

@@ -12,10 +12,9 @@ import pytest
 from tiny import CONFIGS, TinyTokenizer
 
 from detdiff.compare import compare
+from detdiff.engines.mlx.engine import RecordOptions, record
 from detdiff.engines.mlx.model import LoadedModel
-from detdiff.engines.mlx.record import RecordOptions, record
-from detdiff.engines.mlx.taps.faults import InjectedFault
-from detdiff.engines.mlx.taps.session import Session
+from detdiff.engines.mlx.taps.session import InjectedFault, Session
 from detdiff.scenario import Scenario
 
 

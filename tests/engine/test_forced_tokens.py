@@ -11,8 +11,8 @@ from runs import QUIET, Runs, digests, model, prompts, scenario
 from tiny import tiny
 
 from detdiff.compare import compare
-from detdiff.engines.mlx.record import RecordOptions
-from detdiff.engines.mlx.taps.faults import InjectedFault
+from detdiff.engines.mlx.engine import RecordOptions
+from detdiff.engines.mlx.taps.session import InjectedFault
 from detdiff.errors import ForcedTokensMissing
 from detdiff.report import divergence_text
 from detdiff.scenario import Scenario

@@ -10,8 +10,8 @@ from injected_fault_trials import SUITES, Trials
 from runs import Runs, model, scenario
 
 from detdiff.compare import compare
-from detdiff.engines.mlx.record import RecordOptions
-from detdiff.engines.mlx.taps.faults import InjectedFault
+from detdiff.engines.mlx.engine import RecordOptions
+from detdiff.engines.mlx.taps.session import InjectedFault
 
 SAMPLE = 40
 

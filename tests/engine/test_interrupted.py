@@ -13,7 +13,7 @@ import pytest
 from runs import digests, model, scenario
 from tiny import tiny
 
-from detdiff.engines.mlx.record import RecordOptions, record
+from detdiff.engines.mlx.engine import RecordOptions, record
 from detdiff.engines.mlx.taps.recorder import Recorder
 from detdiff.errors import TraceExists
 from detdiff.trace import Trace, TraceWriter

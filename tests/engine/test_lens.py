@@ -11,7 +11,7 @@ import pytest
 from runs import ARCHITECTURES, PACKABLE, Runs, content, digests, loaded, model, scenario, values
 from toy_models import Toy
 
-from detdiff.engines.mlx.record import record
+from detdiff.engines.mlx.engine import record
 from detdiff.engines.mlx.taps.forward import top
 from detdiff.errors import LayoutError
 from detdiff.trace import Lens, Trace

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from runs import ARCHITECTURES, PACKABLE, Runs, bits, model, scenario, values
 from tiny import FORMATS
 
-from detdiff.engines.mlx.record import RecordOptions, generate
+from detdiff.engines.mlx.engine import RecordOptions, generate
 from detdiff.engines.mlx.taps.forward import Forward, RowTable
 from detdiff.engines.mlx.taps.recorder import Recorder
 from detdiff.engines.mlx.taps.session import Session

@@ -11,9 +11,9 @@ from runs import Runs, digests, events, loaded, scenario
 from toy_models import CastAttention, Keyworded, Listing, Looped, Toy
 
 from detdiff.compare import compare
+from detdiff.engines.mlx.engine import RecordOptions
 from detdiff.engines.mlx.model import LoadedModel
-from detdiff.engines.mlx.record import RecordOptions
-from detdiff.engines.mlx.taps.faults import InjectedFault
+from detdiff.engines.mlx.taps.session import InjectedFault
 
 ODD: dict[str, Callable[[], nn.Module]] = {
     "looped": Looped,

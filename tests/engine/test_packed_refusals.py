@@ -9,8 +9,8 @@ from runs import ARCHITECTURES, PACKABLE, Runs, loaded, model, scenario
 from toy_models import LEAKS, NAMED, Attention, Toy
 
 from detdiff.compare import compare
+from detdiff.engines.mlx.engine import generate
 from detdiff.engines.mlx.model import LoadedModel
-from detdiff.engines.mlx.record import generate
 from detdiff.engines.mlx.run_checks import refuse_leaks
 from detdiff.errors import LayoutError
 from detdiff.scenario import KernelPlan

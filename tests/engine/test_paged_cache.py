@@ -17,7 +17,7 @@ from tiny import PACKABLE, tiny
 from detdiff.compare import Divergence, compare
 from detdiff.engines.mlx import caches
 from detdiff.engines.mlx.caches import Donor, PagedCache, PagePool, PageTable, RequestCaches
-from detdiff.engines.mlx.record import RecordOptions
+from detdiff.engines.mlx.engine import RecordOptions
 from detdiff.errors import LayoutError
 from detdiff.scenario import CachePlan, Scenario
 from detdiff.trace import Trace

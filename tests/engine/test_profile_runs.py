@@ -13,8 +13,8 @@ from tiers import some_now
 from tiny import FORMATS
 
 from detdiff.compare import compare
-from detdiff.engines.mlx.record import RecordOptions
-from detdiff.engines.mlx.taps.faults import InjectedFault
+from detdiff.engines.mlx.engine import RecordOptions
+from detdiff.engines.mlx.taps.session import InjectedFault
 from detdiff.trace import Trace
 
 KINDS = ("linear", "head", "switch", "attention")

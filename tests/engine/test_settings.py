@@ -10,9 +10,9 @@ import pytest
 from runs import model
 
 from detdiff.compare import compare
-from detdiff.engines.mlx.record import RecordOptions, record
+from detdiff.engines.mlx.engine import RecordOptions, record
+from detdiff.engines.record import replay
 from detdiff.errors import ChecksumError, ReplayError, ScenarioError
-from detdiff.replay import replay
 from detdiff.scenario import Scenario
 from detdiff.trace import Trace
 

@@ -15,8 +15,8 @@ from tiers import some_now
 from tiny import VOCAB, tiny
 
 from detdiff.compare import compare
+from detdiff.engines.mlx.engine import RecordOptions, generate
 from detdiff.engines.mlx.model import LoadedModel
-from detdiff.engines.mlx.record import RecordOptions, generate
 from detdiff.errors import ContextExceeded, DraftMismatch
 from detdiff.scenario import Scenario
 from detdiff.trace import Trace

@@ -14,9 +14,9 @@ from test_speculation import drafting
 from detdiff.compare import Divergence, compare
 from detdiff.engines.mlx import packed
 from detdiff.engines.mlx.caches import RequestCaches
+from detdiff.engines.mlx.engine import RecordOptions
 from detdiff.engines.mlx.packed import Speculation
-from detdiff.engines.mlx.record import RecordOptions
-from detdiff.engines.mlx.taps.faults import InjectedFault
+from detdiff.engines.mlx.taps.session import InjectedFault
 from detdiff.report import divergence_text, from_json, to_json
 from detdiff.scenario import Scenario
 from detdiff.trace import Trace

@@ -13,10 +13,10 @@ from mlx.utils import tree_flatten
 from runs import Runs, model, scenario
 from tiny import tiny
 
+from detdiff.engines.mlx.engine import RecordOptions
 from detdiff.engines.mlx.model import LoadedModel
-from detdiff.engines.mlx.record import RecordOptions
 from detdiff.engines.mlx.serve import Models, in_dtype
-from detdiff.engines.mlx.taps.faults import InjectedFault
+from detdiff.engines.mlx.taps.session import InjectedFault
 from detdiff.errors import ReplayError
 from detdiff.explain import ORDER
 from detdiff.explain.case import Case

@@ -12,7 +12,7 @@ from hypothesis.extra import numpy as arrays
 
 from detdiff.compare import compare
 from detdiff.errors import NothingComparable
-from detdiff.explain.fragility import Movements, fragility
+from detdiff.explain.verdict import Movements, fragility
 from detdiff.trace import Trace
 
 GOLDEN = Path(__file__).parents[2] / "traces"

@@ -8,10 +8,10 @@ from tiers import some_now
 from tiny import tiny
 
 from detdiff.compare import compare
+from detdiff.engines.mlx.engine import RecordOptions
 from detdiff.engines.mlx.path_changes import Allowed, Change, baseline, trials
-from detdiff.engines.mlx.record import RecordOptions
 from detdiff.engines.mlx.reruns import Changes, Reruns, rerun
-from detdiff.engines.mlx.taps.faults import InjectedFault
+from detdiff.engines.mlx.taps.session import InjectedFault
 from detdiff.explain.case import Case
 from detdiff.explain.control import Budget
 from detdiff.explain.investigate import run_control

@@ -6,7 +6,7 @@ from math import ceil, log2
 from hypothesis import given
 from hypothesis import strategies as st
 
-from detdiff.explain.smallest import by_groups, smallest
+from detdiff.explain.control import by_groups, smallest
 
 
 @given(st.integers(1, 500), st.data())

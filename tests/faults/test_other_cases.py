@@ -12,7 +12,7 @@ from other_cases import GROUNDS, NO_FAULT, sound, variants
 from trials import SEEDS, Recorded, check_named, diverged
 
 from detdiff.compare import compare
-from detdiff.engines.mlx.record import RecordOptions, record
+from detdiff.engines.mlx.engine import RecordOptions, record
 from detdiff.errors import NothingComparable
 from detdiff.trace import Trace, TraceWriter
 

@@ -9,7 +9,7 @@ from fault_case import Expected, Trial
 from tiers import THOROUGH
 
 from detdiff.compare import Divergence, RequestDivergence, compare
-from detdiff.engines.mlx.record import RecordOptions, record
+from detdiff.engines.mlx.engine import RecordOptions, record
 from detdiff.trace import Trace
 
 SEEDS = range(10) if THOROUGH else range(3)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from runs import Runs, bits, model, patched, scenario
 from tiny import tiny
 
-from detdiff.engines.mlx.record import generate
+from detdiff.engines.mlx.engine import generate
 from detdiff.engines.mlx.taps.forward import Forward, Segment
 from detdiff.engines.mlx.taps.kernel_plan import Taken
 from detdiff.engines.mlx.taps.session import Session

@@ -11,7 +11,7 @@ from tiny import tiny
 
 from detdiff import Scenario, compare
 from detdiff.engines.base import Overrides, RunOptions
-from detdiff.engines.mlx.record import record
+from detdiff.engines.mlx.engine import record
 
 
 @pytest.mark.parametrize("layout", ["padded", "packed"])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from runs import content, model, scenario
 
-from detdiff.engines.mlx.record import RecordOptions, record
+from detdiff.engines.mlx.engine import RecordOptions, record
 
 
 @pytest.mark.parametrize("durable", [True, False])

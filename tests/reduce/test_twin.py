@@ -16,9 +16,9 @@ from mlx.utils import tree_flatten
 from plugins.small_models import small_config, write_directory
 from tiny import CONFIGS
 
+from detdiff.engines.mlx.engine import record
 from detdiff.engines.mlx.model import identity, load
 from detdiff.engines.mlx.model_directory import draw, layers_of, twin_of, with_layers
-from detdiff.engines.mlx.record import record
 from detdiff.errors import ModelConfigInvalid, ModelError, TokenizerMissing
 from detdiff.explain import DECIDING, explain
 from detdiff.reduce import ReduceOptions, Step, reduce

@@ -14,7 +14,7 @@ from synthetic_traces import Ask, Fault, Plan, together, write_trace
 from detdiff.compare import compare
 from detdiff.compare.series import series
 from detdiff.explain import Control, Evidence, Verdict
-from detdiff.explain.fragility import Fragility
+from detdiff.explain.verdict import Fragility
 from detdiff.report.build import build
 from detdiff.report.document import Report
 

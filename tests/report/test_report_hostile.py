@@ -18,7 +18,7 @@ from synthetic_traces import Ask, Fault, Plan, Site, serial, site_list, together
 from test_report_markdown import ELEMENTS, rendered
 
 from detdiff.explain import Control, Evidence
-from detdiff.explain.fragility import Fragility
+from detdiff.explain.verdict import Fragility
 from detdiff.report import divergence_text, verdict_text
 from detdiff.report.build import build
 from detdiff.report.document import Report

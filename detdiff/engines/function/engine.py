@@ -14,10 +14,11 @@ from typing import Any, Final, NoReturn, cast
 import numpy as np
 
 from detdiff.engines import base
-from detdiff.engines.base import Begin, RunOptions
-from detdiff.engines.rows import (
+from detdiff.engines.base import (
+    Begin,
     PortRows,
     RowTable,
+    RunOptions,
     forward_line,
     request_header,
     wanted_values,

@@ -1,4 +1,4 @@
-"""MlxEngine: mlx-lm models behind the engine interface, and how they run a scenario into a trace."""
+"""MlxEngine: mlx-lm models behind the engine interface, how they run a scenario into a trace, and both in one call."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ from detdiff.engines.mlx.taps.entries import Selection
 from detdiff.engines.mlx.taps.forward import DRAFT, lens_logits
 from detdiff.engines.mlx.taps.recorder import Recorder, Subject
 from detdiff.engines.mlx.taps.session import Session
+from detdiff.engines.record import record as record_engine
 from detdiff.errors import EngineRefuses, LayoutError, OracleRefused, ScenarioError
 from detdiff.scenario import Scenario
-from detdiff.trace import Site
+from detdiff.trace import Site, Trace
 
 from .model import LoadedModel, encode, load
 from .model_directory import config_value
 from .path_changes import Held
 from .requests import Work
 from .run_checks import FirstLogits, compare_logits
-from .serve import Models, Sessions, in_dtype, prepared, run_unrecorded, serve
+from .serve import Models, OnLogits, Sessions, in_dtype, prepared, run_unrecorded, serve
 
 if TYPE_CHECKING:
     from detdiff.explain.case import Case
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
     from .cache_patches import Patches
     from .path_changes import PathTrials
+
 
 _CAPABILITIES: Final = frozenset(
     {
@@ -364,3 +366,41 @@ def _lens(model: Module, session: Session) -> Callable[[mx.array], mx.array]:
             session.paused = False
 
     return logits
+
+
+RecordOptions = RunOptions
+
+
+def record(
+    scenario: Scenario,
+    path: Path | str,
+    *,
+    loaded: LoadedModel | None = None,
+    draft: LoadedModel | None = None,
+    options: RunOptions | None = None,
+) -> Trace:
+    """Run ``scenario`` with mlx models and write its trace to the new directory ``path``.
+
+    ``loaded`` and ``draft`` are the scenario's models where they are loaded already. An interrupted run leaves every finished shard
+    readable. Raises the subclasses of DetdiffError that loading, preparing, running and writing raise.
+    """
+    engine = MlxEngine(loaded or load(scenario.model), draft)
+    return record_engine(scenario, path, engine=engine, options=options)
+
+
+def generate(
+    scenario: Scenario,
+    *,
+    loaded: LoadedModel | None = None,
+    draft: LoadedModel | None = None,
+    on_logits: OnLogits | None = None,
+) -> dict[str, list[int]]:
+    """Run ``scenario`` without recording; generated token ids by request id.
+
+    With the native plan in the padded layout this is mlx-lm's own engine with only the model call counted.
+    ``on_logits(forward, logits)`` sees the logits of every forward whose logits the engine uses.
+    """
+    models = Models.of(scenario, loaded, draft)
+    work = prepared(scenario, models)
+    run_unrecorded(scenario, Sessions.of(scenario, models), work, on_logits)
+    return {w.id: list(w.generated) for w in work}

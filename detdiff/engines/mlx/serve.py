@@ -9,9 +9,8 @@ from dataclasses import dataclass, replace
 import mlx.core as mx
 
 from detdiff.engines.mlx.model import LoadedModel, context_limit, load
-from detdiff.engines.mlx.taps.faults import InjectedFault
 from detdiff.engines.mlx.taps.forward import DRAFT, TARGET, Forward, Recording
-from detdiff.engines.mlx.taps.session import Session
+from detdiff.engines.mlx.taps.session import InjectedFault, Session
 from detdiff.engines.mlx.taps.sites import SiteMap
 from detdiff.errors import ContextExceeded, DraftMismatch, ModelRunError
 from detdiff.scenario import Scenario

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from detdiff.engines import base
-from detdiff.engines.base import Begin, RunOptions
-from detdiff.engines.rows import request_header, wanted_values
+from detdiff.engines.base import Begin, RunOptions, request_header, wanted_values
 from detdiff.errors import (
     ContextExceeded,
     EngineFailed,
@@ -30,7 +29,7 @@ from detdiff.errors import (
 from detdiff.scenario import CachePlan, KernelPlan, Scenario, Schedule, nearest
 from detdiff.trace import Site
 
-from .linear_sites import load_torch
+from .linear_sites import load_torch, operation_of
 from .recorder import Batch, Recorder
 from .sites import SiteMap, discover, replaced
 from .taps import implementations, pinned, tapped
@@ -181,8 +180,6 @@ class TransformersEngine:
         self, site: Site, captured: Captured, request: str, rows: Sequence[int], scenario: Scenario
     ) -> Operation:
         """See ``explain.controls.oracle``."""
-        from .oracle_operations import operation_of
-
         return operation_of(self._torch, self.model, site, captured, request, rows)
 
     @property

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from detdiff.engines.rows import PortRows, RowTable, Wanted, forward_line, write_rows
+from detdiff.engines.base import PortRows, RowTable, Wanted, forward_line, write_rows
 from detdiff.trace import (
     Generated,
     TraceWriter,

@@ -9,8 +9,7 @@ from typing import Any, Protocol
 from detdiff.engines.base import MINIMAL_CHANGE
 
 from ..case import Case
-from ..control import BudgetSpent, Figures, Outcome, control
-from ..smallest import by_groups
+from ..control import BudgetSpent, Figures, Outcome, by_groups, control
 
 
 class Change(Protocol):

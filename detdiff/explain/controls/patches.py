@@ -9,8 +9,7 @@ from typing import Any, Protocol
 from detdiff.engines.base import PATCH
 
 from ..case import Case, Side
-from ..control import BudgetSpent, Figures, Outcome, control
-from ..smallest import by_groups, ranges
+from ..control import BudgetSpent, Figures, Outcome, by_groups, control, ranges
 
 TRIALS = 256
 """Trials at most in a search for the smallest set; each is one forward."""
