@@ -1,4 +1,4 @@
-"""Profile files for tests: their diverges as text, written where a test wants them."""
+"""Profile files for tests: their parts as text, written where a test wants them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The digests and values of paired rows, a bounded diverge at a time."""
+"""The digests and values of paired rows, a bounded part at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reports of a verdict: the text of each kind, the seven diverges in their order, and the JSON keys."""
+"""The reports of a verdict: the text of each kind, the seven parts in their order, and the JSON keys."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What the truth tests of kernels share: scalar arithmetic that owes the library nothing, and operands that hurt.
 
-Equality is of bits, except that a NaN equals a NaN: which payload an FMA passes on is not diverge of an order.
+Equality is of bits, except that a NaN equals a NaN: which payload an FMA passes on is not part of an order.
 """
 
 from __future__ import annotations

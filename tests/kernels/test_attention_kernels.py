@@ -1,6 +1,6 @@
 """The attention kernels against a scalar statement of their order.
 
-Equality is of bits, except that a NaN equals a NaN: which payload an operation passes on is not diverge of an order.
+Equality is of bits, except that a NaN equals a NaN: which payload an operation passes on is not part of an order.
 """
 
 from __future__ import annotations

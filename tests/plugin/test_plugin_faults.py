@@ -8,7 +8,7 @@ from injected_faults import INJECTED_FAULTS, NAMED
 
 TEXT = """
 import pytest
-from injected faults import PLANTS
+from injected_faults import PLANTS
 from tiny import tiny
 
 @pytest.mark.batch_invariant(model=tiny("llama"), schedules="static:2", max_tokens=4, level={level!r})

@@ -12,7 +12,7 @@ from detdiff.trace import Trace
 
 TEXT = """
 import pytest
-from injected faults import PLANTS
+from injected_faults import PLANTS
 from tiny import tiny
 
 MODEL = tiny("llama")

@@ -228,7 +228,7 @@ def test_count():
 def test_a_model_that_changed_after_it_was_run_alone_is_run_again(run: Run) -> None:
     text = """
 import pytest
-from injected faults import kernel_switch
+from injected_faults import kernel_switch
 from tiny import tiny
 
 MODEL = tiny("llama")

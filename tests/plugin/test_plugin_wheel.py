@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 INJECTED = """
 import pytest
-from injected faults import PLANTS
+from injected_faults import PLANTS
 
 @pytest.fixture(autouse=True)
 def injected(request):
@@ -64,7 +64,7 @@ def report(python: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     """What one run of the file prints: as it is, and in a folder for each fault."""
     folder = tmp_path_factory.mktemp("suite")
     (folder / "conftest.py").write_text(INJECTED)
-    shutil.copy(Path(__file__).with_name("injected faults.py"), folder)
+    shutil.copy(Path(__file__).with_name("injected_faults.py"), folder)
     for name in ("sound", *INJECTED_FAULTS):
         (folder / name).mkdir()
         (folder / name / "test_batch.py").write_text(ten_lines())

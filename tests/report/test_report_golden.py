@@ -69,10 +69,10 @@ def test_they_hold_nothing_of_the_machine_that_made_them(name: str) -> None:
 
 
 SECTIONS = {
-    "reference": "flip origin differing cache entries controls float64 verdict timeline margins lens",
-    "kernel-switch": "flip origin differing cache entries controls float64 verdict timeline margins",
-    "bug": "flip origin differing cache entries controls float64 verdict timeline margins",
-    "configuration": "flip origin differing cache entries controls float64 verdict timeline margins",
+    "reference": "flip origin differing_entries controls float64 verdict timeline margins lens",
+    "kernel-switch": "flip origin differing_entries controls float64 verdict timeline margins",
+    "bug": "flip origin differing_entries controls float64 verdict timeline margins",
+    "configuration": "flip origin differing_entries controls float64 verdict timeline margins",
     "identical": "controls verdict timeline margins",
     "inconclusive": "timeline margins",
 }

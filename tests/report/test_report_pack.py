@@ -87,7 +87,7 @@ def test_random_models_and_a_profile_go_along_and_no_weights_do(
     outside.mkdir()
     for name, source, seed in (("target", "builtin", 0), ("draft", "builtin-draft", 1)):
         twin = twin_of(load(source), outside / name, seed, 2)
-        # What lies beside a random model's configuration is not diverge of it.
+        # What lies beside a random model's configuration is not part of it.
         shutil.copy(builtin_path(source) / "model.safetensors", twin / "model.safetensors.bak")
     shutil.copy(profiles_folder / "candle-metal.toml", outside / "mine.toml")
     pack = _packed(

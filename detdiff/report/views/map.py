@@ -665,7 +665,7 @@ class MapView:
         origin = subject.origin
         sites = None if origin is None else next((g for g in request.sites if origin.site in g.rows), None)
         if sites is not None:
-            where = f"{named(sites.name)}, where the first was origins_here"
+            where = f"{named(sites.name)}, where the first arose"
             yield from _grid_blocks("sites", sites, request, where, columns)
 
 

@@ -226,7 +226,7 @@ def _moments(canvas: Canvas, plan: Plan, run: str, first: float, below: float) -
         found = plan.moments(run, what)
         for forward, _ in found:
             x = plan.x(forward)
-            canvas.line(x, y, x, below, "dd-origin" if what == "origin" else "dd-flip")
+            canvas.line(x, y, x, below, "dd-origin-line" if what == "origin" else "dd-flip")
             if what == "origin":
                 canvas.path(diamond(x, y, 6), "dd-origin")
             else:
@@ -281,7 +281,7 @@ def _legend(plan: Plan) -> list[tuple[Sequence[Symbol], str]]:
             items.append(((_phase(phase),), phase))
     if any(point.rows > sum(member.rows for member in point.members) for point in every):
         items.append(((swatch("dd-padding"),), "padding"))
-    log = ", logarithmic, its diverges in proportion" if plan.logarithmic else ""
+    log = ", logarithmic, its parts in proportion" if plan.logarithmic else ""
     items.append(((), f"Height: rows M{log}."))
     if plan.series.thresholds:
         items.append(((stroke("dd-threshold"),), "the rows at which linear sites change their kernel path"))

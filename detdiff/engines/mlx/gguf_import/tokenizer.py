@@ -281,7 +281,7 @@ def _merges(
             continue
         piece = pieces[number]
         halves = ((piece[:cut], piece[cut:]) for cut in range(1, len(piece)))
-        # Several splits of one piece: SentencePiece would meet the better, that is earlier, diverges first.
+        # Several splits of one piece: SentencePiece would meet the better, that is earlier, parts first.
         yield from sorted(
             ((left, right) for left, right in halves if left in ids and right in ids),
             key=lambda pair: (ids[pair[0]], ids[pair[1]]),
