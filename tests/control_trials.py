@@ -44,7 +44,7 @@ class Tried:
         """Forwards of all trials, the two known runs before them not counted."""
         allowed = self.controls["minimal_change"].detail
         patches = sum(c.forwards for name, c in self.controls.items() if name.startswith("patch"))
-        spent = allowed.get("held_forwards", 0) + allowed.get("trial_forwards", 0) + patches
+        spent = sum(allowed.get(name) or 0 for name in ("held_forwards", "trial_forwards")) + patches
         return int(spent)
 
     @property
@@ -54,7 +54,7 @@ class Tried:
         patches = [
             c.detail.get("trials", 1) + 1 for name, c in self.controls.items() if name.startswith("patch")
         ]
-        return int(bool(allowed.get("held_forwards"))) + int(allowed.get("trials", 0)) + sum(patches)
+        return int(bool(allowed.get("held_forwards"))) + int(allowed.get("trials") or 0) + sum(patches)
 
 
 class Series:

@@ -283,7 +283,7 @@ def advise_observed(facts: Facts) -> str:
 
 
 def advise_bug(facts: Facts) -> str:
-    return "Do not look at this as numerics: neither a tolerance nor a held path makes it right, even where a held path hides it."
+    return "Do not look at this as numerics: neither a tolerance nor pinned kernels make it right, even where pinned kernels hide it."
 
 
 def advise_configuration(facts: Facts) -> str:
@@ -309,7 +309,7 @@ def missing(facts: Facts) -> tuple[str, ...]:
         )
     if facts.origin is not None and not facts.shows:
         found.append(
-            "an effect: no token, cache entry or logit differs, so nothing shows whether a held path takes the difference away"
+            "an effect: no token, cache entry or logit differs, so nothing shows whether pinning the kernels takes the difference away"
         )
     for control, wanted in (("repeat", "equal"), ("pin_kernels", "removed"), ("oracle", "inside")):
         result = facts.result(control)

@@ -105,9 +105,7 @@ def test_a_configuration_stands_behind_the_escapes(show: Any) -> None:
     )
     opened.page.wait_for_function("() => document.images[0].complete")
     assert opened.page.evaluate("window.injected") is None
-    assert len(opened.trouble) == 2 and all(
-        "Content Security Configuration" in said for said in opened.trouble
-    )
+    assert len(opened.trouble) == 2 and all("Content Security Policy" in said for said in opened.trouble)
     opened.trouble.clear()
 
 

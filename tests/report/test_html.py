@@ -91,7 +91,7 @@ def test_a_page_needs_nothing_else_and_runs_only_its_own_script(name: str) -> No
     text = html(golden(name))
     page = tree(text)
     assert len(text.encode()) <= LARGEST
-    configuration = page.one("meta", **{"http-equiv": "Content-Security-Configuration"}).attributes["content"]
+    configuration = page.one("meta", **{"http-equiv": "Content-Security-Policy"}).attributes["content"]
     rules = dict(rule.strip().split(" ", 1) for rule in configuration.split(";"))
     assert rules["default-src"] == "'none'"
     for rule, element in (("style-src", page.one("style")), ("script-src", page.all("script")[-1])):
@@ -118,7 +118,7 @@ def test_the_three_steps_lead_to_their_sections() -> None:
     steps = [(node.attributes["href"], node.one("strong").text) for node in page.one("ol").all("a")]
     assert steps == [
         ("#origin", "layers.0.attn.k_proj"),
-        ("#differing cache entries", steps[1][1]),
+        ("#differing_entries", steps[1][1]),
         ("#flip", '" t33" → " t93"'),
     ]
     assert re.fullmatch(r"\d+ cache entr(y|ies)", steps[1][1])

@@ -190,7 +190,7 @@ def test_numbers_that_json_does_not_have() -> None:
 
 def damaged(answer: dict[str, Any], how: str) -> Any:
     if how == "schema":
-        return {**answer, "schema": "detdiff.divergence/2"}
+        return {**answer, "schema": "detdiff.divergence/3"}
     if how == "list":
         return [answer]
     if how == "missing":

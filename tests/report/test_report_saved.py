@@ -208,7 +208,7 @@ def damage(answer: Any) -> Iterator[tuple[str, Any]]:
         ("a key more", answer, "surprise", 1),
         ("command", answer, "command", None),
         ("kind of verdict", answer["verdict"], "verdict", "fine"),
-        ("schema of verdict", answer["verdict"], "schema", "detdiff.verdict/2"),
+        ("schema of verdict", answer["verdict"], "schema", "detdiff.verdict/3"),
         ("control", answer["verdict"]["controls"][0], "seconds", "long"),
         ("a control less", answer["verdict"]["controls"], 0, {}),
         ("fragile", answer["verdict"], "fragile", {}),

@@ -174,8 +174,8 @@ def test_numbers_are_not_read_and_stand_to_the_right() -> None:
 def test_long_cells_wrap_and_too_many_columns_become_paragraphs() -> None:
     wide = Table(("control", "said"), (("pin_kernels", "with the kernels pinned nothing differs at all"),))
     assert list(table_lines(wide, 40))[2:] == [
-        "pin_kernels  with the kernels pinned nothing",
-        "           differs at all",
+        "pin_kernels  with the kernels pinned",
+        "             nothing differs at all",
     ]
     many = Table(tuple(f"column {n}" for n in range(6)), (tuple("12345678" for _ in range(6)),))
     assert list(table_lines(many, 40))[0] == "- column 0 12345678, column 1 12345678,"

@@ -532,7 +532,7 @@ def _cell_values(grid: Grid, bins: Bins) -> list[tuple[str, Sequence[str] | None
             for n, of in zip(several.ravel().tolist(), compared.ravel().tolist(), strict=True)
         ]
         found.append(("differ", None, words))
-        found.append(("origins_here at", None, _origin_at(state, bins)))
+        found.append(("origin at", None, _origin_at(state, bins)))
     share = np.maximum.reduceat(grid.share[:, here], starts, axis=1)
     percent = np.where(differs, np.rint(share / 255 * 100), -1).astype(int)
     found.append(("at most" if bins.width > 1 else "differ", _SHARES, percent.ravel().tolist()))
