@@ -1,4 +1,4 @@
-"""The map: which rows of a grid differ at which positions, how much, and where differences were origins_here."""
+"""The map: which rows of a grid differ at which positions, how much, and where differences arose."""
 
 from __future__ import annotations
 
@@ -358,7 +358,7 @@ def binned(grid: Grid, first: int, last: int, columns: int, scale: Scale) -> Bin
 
 
 def origins(bins: Bins) -> list[tuple[int, int]]:
-    """Row and column of each cell in which something was origins_here."""
+    """Row and column of each cell in which something arose."""
     return [(int(row), int(column)) for row, column in np.argwhere(bins.state == ORIGIN)]
 
 
@@ -623,12 +623,12 @@ def _forward(point: ForwardPoint) -> str:
 
 
 class MapView:
-    """Which layers and positions differ, and where differences were origins_here."""
+    """Which layers and positions differ, and where differences arose."""
 
     name = "map"
     title = "Map"
-    said = "Which layers and positions differ, and where differences were origins_here."
-    section = "origin", "Where it was origins_here"
+    said = "Which layers and positions differ, and where differences arose."
+    section = "origin", "Where it arose"
     of_request = True
 
     def shows(self, subject: Subject) -> bool:
