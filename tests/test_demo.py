@@ -57,7 +57,7 @@ def test_where_nothing_flips_the_demo_tries_on_and_says_so(monkeypatch: pytest.M
     result = run("demo")
     assert result.exit_code == 0, result.output
     titles = [line for line in result.output.splitlines() if "; anchor " in line]
-    assert ["In the beginning" in titles[0], "My son" in titles[1], "held" in titles[2]] == [True] * 3
+    assert ["In the beginning" in titles[0], "My son" in titles[1], "pinned" in titles[2]] == [True] * 3
     assert "No token flipped in any of these runs on this machine" in " ".join(result.output.split())
 
 

@@ -260,7 +260,7 @@ def _notes(found: Probe) -> Iterator[str]:
     if found.repeat:
         yield (
             "A repeat of the same call differs, so the classes, and what positions and neighbours do, may be chance: "
-            "look for nondeterminism first."
+            "look for a race first."
         )
     elif found.neighbours:
         yield (

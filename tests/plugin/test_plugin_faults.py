@@ -8,7 +8,7 @@ from injected_faults import INJECTED_FAULTS, NAMED
 
 TEXT = """
 import pytest
-from injected_faults import PLANTS
+from injected_faults import INJECTED_FAULTS
 from tiny import tiny
 
 @pytest.mark.batch_invariant(model=tiny("llama"), schedules="static:2", max_tokens=4, level={level!r})
@@ -17,7 +17,7 @@ def test_it():
 
 @pytest.fixture(autouse=True)
 def injected():
-    with PLANTS[{name!r}]():
+    with INJECTED_FAULTS[{name!r}]():
         yield
 """
 

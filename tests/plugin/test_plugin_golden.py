@@ -12,7 +12,7 @@ from detdiff.trace import Trace
 
 TEXT = """
 import pytest
-from injected_faults import PLANTS
+from injected_faults import INJECTED_FAULTS
 from tiny import tiny
 
 MODEL = tiny("llama")
@@ -28,7 +28,7 @@ def injected():
     if not PLANTED:
         yield
         return
-    with PLANTS[PLANTED]():
+    with INJECTED_FAULTS[PLANTED]():
         yield
 """
 PLACE = "test_it/test_it/static-2-padded"

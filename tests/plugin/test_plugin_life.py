@@ -62,7 +62,7 @@ def test_a_call_checks_all_compositions_and_tells_of_each_failure(run: Run) -> N
             "  a: each request alone (serial)",
             "  b: static:2, layout packed, batch 0",
             "  why: bits of the same rows differ",
-            "  origin: embed_tokens.as_linear (head, outside the layers), position 7: its inputs are bit-equal and",
+            "  origin: embed_tokens.as_linear (head, outside the layers), position 7: its inputs are bit-equal",
             "    a: forward * path reference/candle-metal/mv, which saw 1 row*",
             "    b: forward * path reference/candle-metal/mm,",
             "  first cache entry: layer *, K, head *, position *",

@@ -18,15 +18,15 @@ ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 INJECTED = """
 import pytest
-from injected_faults import PLANTS
+from injected_faults import INJECTED_FAULTS
 
 @pytest.fixture(autouse=True)
 def injected(request):
     name = request.path.parent.name
-    if name not in PLANTS:
+    if name not in INJECTED_FAULTS:
         yield
         return
-    with PLANTS[name]():
+    with INJECTED_FAULTS[name]():
         yield
 """
 

@@ -101,7 +101,7 @@ def test_a_row_that_differs_on_repeat_is_named() -> None:
 
     found = probed(injected(fault))
     assert found.repeat == (Finding(6, (2,), ALL),)
-    assert "nondeterminism" in found.notes[0] and not found.invariant
+    assert "race" in found.notes[0] and not found.invariant
 
 
 def test_the_sign_of_zero_and_the_dtype_are_bits() -> None:
