@@ -22,17 +22,21 @@ _FLAGS = (
 ).split()
 
 # Drawings are unpacked while the page goes on, so what a key did is there a moment later.
-_VALUES = """
-async (id) => {
+_DRAWN = """
   const pause = () => new Promise((done) => setTimeout(() => requestAnimationFrame(done)));
   await pause();
   while (document.querySelector("[aria-busy=true]")) await pause();
+"""
+_VALUES = (
+    f"async (id) => {{{_DRAWN}"
+    + """
   const region = document.getElementById(id).querySelector(".values");
   const found = { "": region.querySelector("h4").textContent };
   for (const name of region.querySelectorAll("dt")) found[name.textContent] = name.nextSibling.textContent;
   return found;
 }
 """
+)
 # Chromium's advice on the pixels that tests read.
 _ADVICE = "willReadFrequently"
 
@@ -53,9 +57,10 @@ class Opened:
         self.figure(id).locator(".picture").focus()
 
     def press(self, *keys: str) -> None:
-        """Keys, one after the other, on what has the focus."""
+        """Keys, one after the other, on what has the focus; each comes when what the one before did is drawn."""
         for key in keys:
             self.page.keyboard.press(key)
+            self.page.evaluate(f"async () => {{{_DRAWN}}}")
 
     def values(self, id: str) -> dict[str, str]:
         """What is said beside a view; its heading is under an empty name."""
