@@ -1,6 +1,6 @@
 """The detector detects: a fault of one unit in the last place is named, at its exact place, and nothing else is.
 
-`python -m benchmarks.injected faults` runs 300 of these trials; this is a sample of the same series.
+`python -m benchmarks injected_faults` runs 300 of these trials; this is a sample of the same series.
 """
 
 from __future__ import annotations

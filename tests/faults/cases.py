@@ -1,4 +1,4 @@
-"""The twenty injected cases: what each injected faults, over which runs, and what has to be named.
+"""The twenty injected cases: what each injects, over which runs, and what has to be named.
 
 ``CASES[n].trial(seed)`` draws one trial. Recorded with its injected faults in place (``with trial.around:``), run B of a trial shows
 the fault and run A does not, unless ``Expected.kind`` is ``identical``; both run on one model.

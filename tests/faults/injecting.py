@@ -100,7 +100,7 @@ def batched(cache: Any) -> bool:
 
 @dataclass(frozen=True)
 class Among(InjectedFault):
-    """A inject that shows only where a forward holds rows of several requests."""
+    """A fault that shows only where a forward holds rows of several requests."""
 
     def apply(self, site: str, port: str, value: mx.array, axis: int, forward: Forward) -> mx.array:
         return super().apply(site, port, value, axis, forward) if _several(forward) else value
