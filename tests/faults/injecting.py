@@ -1,6 +1,6 @@
 """How faults are injected: a module or a function computes otherwise while a block runs, and as before after it.
 
-Every inject decides by what a call is given (rows, positions, layers), never by how many calls there were, so that each
+Every fault decides by what a call is given (rows, positions, layers), never by how many calls there were, so that each
 re-run of a scenario meets the same fault. The one exception is a race, which is none if it repeats.
 """
 
