@@ -15,7 +15,7 @@ from typing import Any
 
 from detdiff_kernels import Attention, Kernel, Order, Walk, kernel, kernel_names
 from detdiff_kernels.joins import JOINS
-from detdiff_kernels.linear import Shape
+from detdiff_kernels.linear import LinearShape
 from detdiff_kernels.order import IN_ORDER, Grouped, TailFirst
 from detdiff_kernels.weights import AFFINE_BITS, BLOCKS
 
@@ -45,14 +45,14 @@ INPUTS_WORDS = {
 }
 
 
-def shapes(name: str) -> Iterator[tuple[str, Shape]]:
+def shapes(name: str) -> Iterator[tuple[str, LinearShape]]:
     """Every kind of weight, in words, and a call with it that the kernel may take."""
     k = 128 if name.endswith("qmv_quad") else INPUTS
-    yield "dense", Shape(ROWS, OUTPUTS, k, "bfloat16", "dense", None, None)
+    yield "dense", LinearShape(ROWS, OUTPUTS, k, "bfloat16", "dense", None, None)
     for bits in AFFINE_BITS:
-        yield f"{bits}-bit", Shape(ROWS, OUTPUTS, k, "bfloat16", "affine", bits, 64)
+        yield f"{bits}-bit", LinearShape(ROWS, OUTPUTS, k, "bfloat16", "affine", bits, 64)
     for kind, (size, _) in BLOCKS.items():
-        yield kind, Shape(ROWS, OUTPUTS, k, "bfloat16", kind, int(kind[1]), size)
+        yield kind, LinearShape(ROWS, OUTPUTS, k, "bfloat16", kind, int(kind[1]), size)
 
 
 def taken(walk: Walk) -> str:

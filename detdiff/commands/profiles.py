@@ -12,7 +12,7 @@ from tabulate import tabulate
 
 from detdiff.errors import ProfileQuestionError, ProfileUnusable
 from detdiff.report.words import count
-from detdiff_kernels import Call, Choice, KernelLibraryError, Part, Profile, Rule, profile, profile_names
+from detdiff_kernels import Call, Choice, KernelLibraryError, Profile, RowSpan, Rule, profile, profile_names
 
 SCHEMA = "detdiff.profile/1"
 LIST_SCHEMA = "detdiff.profiles/1"
@@ -164,7 +164,7 @@ class Band:
 
     first: int
     last: int
-    parts: tuple[Part, ...]
+    parts: tuple[RowSpan, ...]
     rules: tuple[Rule | None, ...]
 
     @property
@@ -190,7 +190,7 @@ def bands(chosen: Profile, question: Question) -> tuple[Band, ...]:
     return tuple(found)
 
 
-def _rest(call: Call, part: Part) -> Call:
+def _rest(call: Call, part: RowSpan) -> Call:
     if part.first == 0:
         return call
     left = call.rows - part.first

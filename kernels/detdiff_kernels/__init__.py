@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from . import forced
 from .attention import Attention
-from .dispatch import Call, Choice, Part, Profile, Range, Rule
+from .dispatch import Call, Choice, Profile, Range, RowSpan, Rule
 from .errors import (
     BadOperand,
     KernelLibraryError,
@@ -35,7 +35,7 @@ __all__ = [
     "Kernel",
     "KernelLibraryError",
     "Order",
-    "Part",
+    "RowSpan",
     "Profile",
     "ProfileError",
     "Range",

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import attention_order as orders
-from .attention_order import AttentionOrder, Dealt, Operands, Shape, Streams, Tiles, Unfused
+from .attention_order import AttentionOrder, AttentionShape, Dealt, Operands, Streams, Tiles, Unfused
 from .errors import BadOperand, UnsupportedFormat
 from .rounding import DTYPES, rounded
 
@@ -17,7 +17,9 @@ Float32 = NDArray[np.float32]
 Mask = str | NDArray[Any] | None
 
 
-def shape_of(name: str, q: Float32, k: Float32, v: Float32, mask: Mask, dtype: str, offset: int) -> Shape:
+def shape_of(
+    name: str, q: Float32, k: Float32, v: Float32, mask: Mask, dtype: str, offset: int
+) -> AttentionShape:
     """The sizes of a call of the kernel ``name``; raises BadOperand for arrays, masks or arguments that do not fit."""
     arrays = {"q": q, "k": k, "v": v}
     for what, array in arrays.items():
@@ -50,7 +52,7 @@ def shape_of(name: str, q: Float32, k: Float32, v: Float32, mask: Mask, dtype: s
         raise BadOperand(f'{name} was given the mask {mask!r}; the only name of a mask is "causal".')
     if mask is not None and not isinstance(mask, str):
         _check_mask(name, mask, (q.shape[0], q.shape[1], q.shape[2], k.shape[2]))
-    return Shape(
+    return AttentionShape(
         heads=q.shape[1],
         kv_heads=k.shape[1],
         rows=q.shape[2],
@@ -75,7 +77,7 @@ def _check_mask(name: str, mask: NDArray[Any], full: tuple[int, ...]) -> None:
 
 
 def check_order(
-    name: str, order: AttentionOrder, shape: Shape, sinks: Float32 | None, blocks: int | None
+    name: str, order: AttentionOrder, shape: AttentionShape, sinks: Float32 | None, blocks: int | None
 ) -> None:
     """Raises BadOperand for sinks or blocks, and UnsupportedFormat for widths, that the order has no use for."""
     takes_sinks = isinstance(order, Dealt | Unfused) or bool(order.sinks)
@@ -192,7 +194,9 @@ class Attention:
             self._attend(shape, operands, np.float32(scale), blocks)
         return operands.out.reshape(q.shape[0], shape.heads, shape.rows, shape.value_width)
 
-    def _attend(self, shape: Shape, operands: Operands, scale: np.float32, blocks: int | None) -> None:
+    def _attend(
+        self, shape: AttentionShape, operands: Operands, scale: np.float32, blocks: int | None
+    ) -> None:
         # The loops are imported here because they bring numba.
         if isinstance(self.order, Streams):
             from . import attention_streams

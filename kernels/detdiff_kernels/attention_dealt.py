@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import types
 
-from .attention_order import Dealt, Operands, Shape
+from .attention_order import AttentionShape, Dealt, Operands
 from .attention_rows import CHUNK, attended, halve, halved, lane_scores, place, row_loop
 from .compiled import Loop
 from .scalar_math import LOWEST, divide, exp_fast, fma, maximum, rounded
@@ -21,7 +21,7 @@ _FLOOR = np.float32(LOWEST / np.float32(2.0))
 _ITEMS = 4
 
 
-class _Order(NamedTuple):
+class _DealtNumbers(NamedTuple):
     block: int
     workgroups: int
     simdgroups: int
@@ -29,12 +29,12 @@ class _Order(NamedTuple):
     scale: float
 
 
-_KINDS = tuple(types.float64 if name == "scale" else types.int64 for name in _Order._fields)
+_KINDS = tuple(types.float64 if name == "scale" else types.int64 for name in _DealtNumbers._fields)
 
 
-def attend(order: Dealt, shape: Shape, operands: Operands, scale: np.float32) -> None:
+def attend(order: Dealt, shape: AttentionShape, operands: Operands, scale: np.float32) -> None:
     """Fills ``operands.out``; query, keys and values are rounded already."""
-    numbers = _Order(
+    numbers = _DealtNumbers(
         block=order.block,
         workgroups=order.workgroups,
         simdgroups=order.simdgroups(shape.offset + shape.keys),
@@ -148,4 +148,4 @@ def _loop() -> Loop:
             for i in range(width):
                 out[i] = rounded(joined[0, i] * inverse, shape.dtype)
 
-    return row_loop(dealt_loop, _Order, _KINDS)
+    return row_loop(dealt_loop, _DealtNumbers, _KINDS)

@@ -134,7 +134,7 @@ class Unfused:
 AttentionOrder: TypeAlias = Streams | Tiles | Dealt | Unfused
 
 
-class Shape(NamedTuple):
+class AttentionShape(NamedTuple):
     """The sizes of a call: q is (batch * heads * rows, width), ``dtype`` a number in ``rounding.DTYPES``."""
 
     heads: int
@@ -191,7 +191,7 @@ def blocks(letter: str, n: int, keys: int) -> int:
     return 64 if n >= 4 else 32
 
 
-def num_splits(batch: int, shape: Shape, tile: int, sms: int) -> int:
+def num_splits(batch: int, shape: AttentionShape, tile: int, sms: int) -> int:
     """How many splits FlashAttention 2 makes of the positions: as many as fill the multiprocessors well.
 
     Read in Dao-AILab/flash-attention csrc/flash_attn/flash_api.cpp, num_splits_heuristic and its callers: one query

@@ -13,7 +13,7 @@ import numpy as np
 from numba import types
 
 from . import attention_order, scalar_math
-from .attention_order import Operands, Shape
+from .attention_order import AttentionShape, Operands
 from .compiled import Loop, compiled, inner
 from .scalar_math import fma
 
@@ -28,7 +28,7 @@ def _array(dimensions: int) -> Any:
     return types.Array(types.float32, dimensions, "C", readonly=True)
 
 
-SHAPE = types.NamedUniTuple(types.int64, len(Shape._fields), Shape)
+SHAPE = types.NamedUniTuple(types.int64, len(AttentionShape._fields), AttentionShape)
 OPERANDS = types.NamedTuple(
     (_array(2), _array(3), _array(3), _array(4), _array(1), types.Array(types.float32, 2, "C")), Operands
 )

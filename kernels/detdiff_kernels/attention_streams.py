@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import types
 
-from .attention_order import Operands, Shape, Streams
+from .attention_order import AttentionShape, Operands, Streams
 from .attention_rows import CHUNK, add_scaled, attended, halve, halved, lane_scores, place, row_loop
 from .compiled import Loop
 from .scalar_math import LOG2E, divide, exp2, exp_fast, fma, maximum, rounded
@@ -20,7 +20,7 @@ _ONE = np.float32(1.0)
 _NO_STREAM = np.float32(-1e9)
 
 
-class _Order(NamedTuple):
+class _StreamNumbers(NamedTuple):
     blocks: int
     in_block: int
     lane_items: int
@@ -32,12 +32,12 @@ class _Order(NamedTuple):
     reciprocal: int
 
 
-_KINDS = tuple(types.float64 if name == "floor" else types.int64 for name in _Order._fields)
+_KINDS = tuple(types.float64 if name == "floor" else types.int64 for name in _StreamNumbers._fields)
 
 
-def attend(order: Streams, shape: Shape, operands: Operands, blocks: int) -> None:
+def attend(order: Streams, shape: AttentionShape, operands: Operands, blocks: int) -> None:
     """Fills ``operands.out``; the query is multiplied by the scale already."""
-    numbers = _Order(
+    numbers = _StreamNumbers(
         blocks=blocks,
         in_block=order.in_block,
         lane_items=-(-shape.width // 32),
@@ -158,4 +158,4 @@ def _loop() -> Loop:
                     result = divide(joined[i], whole)
                 out[i] = rounded(result, shape.dtype)
 
-    return row_loop(stream_loop, _Order, _KINDS)
+    return row_loop(stream_loop, _StreamNumbers, _KINDS)

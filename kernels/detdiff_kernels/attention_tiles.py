@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import types
 
-from .attention_order import Operands, Shape, Tiles
+from .attention_order import AttentionShape, Operands, Tiles
 from .attention_rows import add_values, attended, chain_scores, halved, place, row_loop
 from .compiled import Loop, inner
 from .rounding import DTYPES
@@ -27,7 +27,7 @@ _HALF = DTYPES.index("float16")
 _THREADS = 128
 
 
-class _Order(NamedTuple):
+class _TileNumbers(NamedTuple):
     tile: int
     scale: int
     sums: int
@@ -45,10 +45,10 @@ class _Order(NamedTuple):
 
 
 _FLOATS = ("floor", "factor", "softmax_scale")
-_KINDS = tuple(types.float64 if name in _FLOATS else types.int64 for name in _Order._fields)
+_KINDS = tuple(types.float64 if name in _FLOATS else types.int64 for name in _TileNumbers._fields)
 
 
-def attend(order: Tiles, shape: Shape, operands: Operands, scale: np.float32, splits: int) -> None:
+def attend(order: Tiles, shape: AttentionShape, operands: Operands, scale: np.float32, splits: int) -> None:
     """Fills ``operands.out``; the query is rounded, or scaled, as the order says."""
     bfloat16 = shape.dtype == DTYPES.index("bfloat16")
     factor = scale
@@ -56,7 +56,7 @@ def attend(order: Tiles, shape: Shape, operands: Operands, scale: np.float32, sp
         factor = scale * np.float32(1.4426950408889634)
     elif order.scale == "exponent":
         factor = np.float32(float(scale) * 1.4426950408889634)
-    numbers = _Order(
+    numbers = _TileNumbers(
         tile=order.size(shape.width),
         scale=_SCALES.index(order.scale),
         sums=_SUMS.index(order.sums),
@@ -262,4 +262,4 @@ def _loop() -> Loop:
             for i in range(width):
                 out[i] = rounded(joined[i], shape.dtype)
 
-    return row_loop(tile_loop, _Order, _KINDS)
+    return row_loop(tile_loop, _TileNumbers, _KINDS)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import types
 
-from .attention_order import Operands, Shape, Unfused
+from .attention_order import AttentionShape, Operands, Unfused
 from .attention_rows import add_scaled, add_values, attended, chain_scores, halved, place, row_loop
 from .compiled import Loop, inner
 from .scalar_math import LOWEST, divide, exp_fast, maximum, rounded
@@ -21,13 +21,13 @@ _READS = 4
 _SIMD = 32
 
 
-class _Order(NamedTuple):
+class _UnfusedNumbers(NamedTuple):
     threads: int
 
 
-def attend(order: Unfused, shape: Shape, operands: Operands) -> None:
+def attend(order: Unfused, shape: AttentionShape, operands: Operands) -> None:
     """Fills ``operands.out``; the query is scaled already."""
-    numbers = _Order(threads=order.round // _READS)
+    numbers = _UnfusedNumbers(threads=order.round // _READS)
     loop = _loop()
     share(lambda first, last: loop(shape, operands, numbers, first, last), operands.q.shape[0], operands.cost)
 
@@ -134,4 +134,4 @@ def _loop() -> Loop:
             for i in range(out.size):
                 out[i] = rounded(out[i], dtype)
 
-    return row_loop(unfused_loop, _Order, (types.int64,))
+    return row_loop(unfused_loop, _UnfusedNumbers, (types.int64,))

@@ -175,7 +175,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Part:
+class RowSpan:
     """The flat rows [first, last) of a call, row-major over its leading dimensions, and the kernel that takes them."""
 
     first: int
@@ -345,8 +345,8 @@ class Profile:
     parameters: tuple[Parameter, ...] = ()
     values: Mapping[str, Value] = field(default_factory=dict)
     scope: Scope = field(default_factory=Scope, repr=False)
-    define: tuple[Entry, ...] = field(default=(), repr=False)
-    _parts: dict[tuple[Call, int | None], tuple[Part, ...]] = field(
+    define: tuple[DefinitionEntry, ...] = field(default=(), repr=False)
+    _parts: dict[tuple[Call, int | None], tuple[RowSpan, ...]] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
 
@@ -372,7 +372,7 @@ class Profile:
         """
         return self.parts(call, split_rows)[0].choice
 
-    def parts(self, call: Call, split_rows: int | None = None) -> tuple[Part, ...]:
+    def parts(self, call: Call, split_rows: int | None = None) -> tuple[RowSpan, ...]:
         """The kernel path of each run of rows, in order and without gaps; see ``choose``."""
         key = (call, split_rows)
         found = self._parts.get(key)
@@ -387,15 +387,15 @@ class Profile:
         names = {**call.names(), **self.values}
         return next((rule for rule in self.rules if rule.takes(call, names)), None)
 
-    def _divide(self, call: Call, split_rows: int | None) -> tuple[Part, ...]:
+    def _divide(self, call: Call, split_rows: int | None) -> tuple[RowSpan, ...]:
         if split_rows is not None and call.op in _SPLIT_OPS and 1 < call.rows <= split_rows:
             alone = self.choose(replace(call, rows=1, second_last=1))
             text = f"split_rows {split_rows}: {call.rows} rows <= {split_rows} -> {alone.rule}"
             path = "rows" if alone.kernel == "native" else alone.kernel
-            return (Part(0, call.rows, Choice(path, text, alone.arguments)),)
+            return (RowSpan(0, call.rows, Choice(path, text, alone.arguments)),)
         rule = self.rule_for(call)
         if rule is None:
-            return (Part(0, call.rows, Choice("native", f"{self.name}: no rule -> native")),)
+            return (RowSpan(0, call.rows, Choice("native", f"{self.name}: no rule -> native")),)
         names = {**call.names(), **self.values}
         text = rule.condition_for(names, self.scope)
         choice = Choice(
@@ -404,16 +404,16 @@ class Profile:
             rule.arguments_for(names, self.scope),
         )
         left = call.rows % rule.whole if rule.whole else 0
-        first = (Part(0, call.rows - left, choice),)
+        first = (RowSpan(0, call.rows - left, choice),)
         if not left:
             return first
         rest = self.parts(replace(call, rows=left, second_last=min(left, call.second_last)))
         start = call.rows - left
-        return (*first, *(Part(start + part.first, start + part.last, part.choice) for part in rest))
+        return (*first, *(RowSpan(start + part.first, start + part.last, part.choice) for part in rest))
 
 
 @dataclass(frozen=True)
-class Entry:
+class DefinitionEntry:
     """One [[define]] of a profile: ``name`` is ``value`` where ``when`` holds and no entry above it does."""
 
     name: str

@@ -78,7 +78,7 @@ class BadEntryPoint(ProfileError):
     """An installed package offers a profile that cannot be loaded."""
 
 
-class GgufPackageMissing(KernelLibraryError):
+class MissingGgufPackage(KernelLibraryError):
     """The `gguf` package is not installed and a GGUF file cannot be read without it."""
 
 

@@ -10,7 +10,7 @@ from typing import Literal
 
 import numpy as np
 
-from .linear import Kernel, Shape
+from .linear import Kernel, LinearShape
 from .order import IN_ORDER, Grouped, Inputs, Join, Order, Walk, WeightForm, grouped, lanes_of
 from .rounding import Float32
 from .staging import Staged
@@ -28,7 +28,7 @@ class BlockKernel(Kernel):
         return super().stage(held, dtype)
 
 
-def affine_bits(shape: Shape) -> int | None:
+def affine_bits(shape: LinearShape) -> int | None:
     """The bits of an affine weight whose groups are whole blocks of 32; None for any other weight."""
     if shape.format != "affine" or shape.group_size is None or shape.group_size % 32:
         return None
@@ -71,14 +71,14 @@ _CANDLE_MV = {
 }
 
 
-def _candle_mv(shape: Shape) -> Order | None:
+def _candle_mv(shape: LinearShape) -> Order | None:
     if shape.format == "affine":
         # No block format has other widths: their numbers go through the dense kernel.
         return {4: _CANDLE_Q4_1, 8: AFFINE_8_MV}.get(affine_bits(shape) or 0, _CANDLE_GEMV)
     return _CANDLE_MV[shape.format]
 
 
-def _candle_mm(shape: Shape) -> Order | None:
+def _candle_mm(shape: LinearShape) -> Order | None:
     return HALF_CHAIN
 
 
@@ -137,7 +137,7 @@ def _metal_dense(groups: int, fours: bool) -> Order:
 _METAL_SHORT = Order(IN_ORDER, weight="float32")
 
 
-def _metal_mv(shape: Shape) -> Order | None:
+def _metal_mv(shape: LinearShape) -> Order | None:
     if shape.format in _METAL_MV:
         return _METAL_MV[shape.format]
     if shape.format == "affine" and affine_bits(shape) in _METAL_AFFINE:
@@ -150,7 +150,7 @@ def _metal_ext(lanes: int, values: int) -> Order:
     return Order(lanes_of(lanes, values), "add", "metal_float32", 4, values // 4, halve=lanes)
 
 
-def _metal_mv_ext(shape: Shape) -> Order | None:
+def _metal_mv_ext(shape: LinearShape) -> Order | None:
     lanes = 16 if shape.k % 256 == 0 and shape.m < 3 else 8 if shape.k % 128 == 0 else 4
     return _metal_ext(lanes, 16 if shape.format in ("Q4_K", "Q6_K") else 4)
 
@@ -159,7 +159,7 @@ _METAL_HALVES = replace(HALF_CHAIN, inputs="float16")
 _METAL_BFLOATS = Order(IN_ORDER, weight="dtype")
 
 
-def _metal_mm(shape: Shape) -> Order | None:
+def _metal_mm(shape: LinearShape) -> Order | None:
     return _METAL_BFLOATS if shape.format == "dense" and shape.dtype == "bfloat16" else _METAL_HALVES
 
 
@@ -215,7 +215,7 @@ def _cuda_eight_bit(walk: Walk, join: Join, part: int, parts: int = 1) -> Order:
     return Order(walk, join, "codes", part, parts, fold=32, halve=32, inputs="q8_1")
 
 
-def _cuda_kind(shape: Shape) -> str | None:
+def _cuda_kind(shape: LinearShape) -> str | None:
     """The format that says how a weight is walked; other affine weights are Q4_1, or wider codes with a minimum."""
     bits = affine_bits(shape)
     if bits is not None:
@@ -223,7 +223,7 @@ def _cuda_kind(shape: Shape) -> str | None:
     return None if shape.format in ("dense", "affine") else shape.format
 
 
-def _cuda_mmvq(shape: Shape) -> Order | None:
+def _cuda_mmvq(shape: LinearShape) -> Order | None:
     kind = _cuda_kind(shape)
     return None if kind is None else _cuda_vector(kind, 4 if shape.m <= 4 else 2 if shape.m <= 8 else 1)
 
@@ -241,7 +241,7 @@ _CUDA_TILES = {
 }  # fmt: skip
 
 
-def _cuda_mmq(shape: Shape) -> Order | None:
+def _cuda_mmq(shape: LinearShape) -> Order | None:
     kind = _cuda_kind(shape)
     return None if kind is None else _CUDA_TILES[kind]
 
@@ -261,7 +261,7 @@ def _cuda_floats(warps: int, halves: bool) -> Order:
     return grouped(Order(walk, weight="dtype", accumulate="dtype"))
 
 
-def _cuda_mmvf(shape: Shape) -> Order | None:
+def _cuda_mmvf(shape: LinearShape) -> Order | None:
     if shape.format != "dense" or shape.k % 2:
         return None
     return _cuda_floats(_cuda_warps(shape.k), shape.dtype == "float16")
@@ -271,7 +271,7 @@ _CUDA_HALVES = Order(IN_ORDER, weight="float16", inputs="float16")
 _CUDA_CHAIN = Order(IN_ORDER, weight="dtype")
 
 
-def _cuda_cublas(shape: Shape) -> Order | None:
+def _cuda_cublas(shape: LinearShape) -> Order | None:
     return _CUDA_CHAIN if shape.format == "dense" else _CUDA_HALVES
 
 
@@ -313,7 +313,7 @@ _CPU_SCALE = Order(IN_ORDER, "q8_1_scale", "signed", 32, inputs="q8_0")
 _CPU_MINIMUM = Order(IN_ORDER, "tile_min", "codes", 32, inputs="q8_0")
 
 
-def _cpu_blocks(shape: Shape) -> Order | None:
+def _cpu_blocks(shape: LinearShape) -> Order | None:
     """One walk over blocks of 32, for a row alone and for four rows alike."""
     if shape.format in ("Q4_0", "Q8_0"):
         return _CPU_SCALE

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from .errors import GgufPackageMissing, UnknownTensor, UnreadableGguf, UnsupportedFormat, nearest
+from .errors import MissingGgufPackage, UnknownTensor, UnreadableGguf, UnsupportedFormat, nearest
 from .weights import BLOCKS, Blocks
 
 MAGIC = b"GGUF"
@@ -37,7 +37,7 @@ def open_gguf(path: Path) -> Any:
     try:
         from gguf import GGML_QUANT_SIZES, GGUFReader
     except ImportError as error:
-        raise GgufPackageMissing(
+        raise MissingGgufPackage(
             f"Reading {str(path)!r} needs the package `gguf`, which is not installed. Install it with `pip install gguf`, "
             "or with `pip install '.[gguf]'` in the folder of detdiff's source."
         ) from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 from . import ggml_kernels, mlx_kernels
 from .attention import ATTENTION, Attention
 from .errors import UnknownKernel, nearest
-from .linear import Kernel, Shape
+from .linear import Kernel, LinearShape
 from .order import IN_ORDER, Order
 
 # Tiles of K: bfloat16 and float16 64, float32 32.
@@ -14,7 +14,7 @@ _TILES = {dtype: Order(IN_ORDER, "add", "dtype", tile) for dtype, tile in (
 )}  # fmt: skip
 
 
-def _mm(shape: Shape) -> Order | None:
+def _mm(shape: LinearShape) -> Order | None:
     return _TILES[shape.dtype]
 
 

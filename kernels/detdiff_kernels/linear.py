@@ -15,7 +15,7 @@ from .weights import Dense, Weight
 
 
 @dataclass(frozen=True)
-class Shape:
+class LinearShape:
     """What a family looks at: rows M, outputs N, inputs K, the activation's dtype T and the weight's format."""
 
     m: int
@@ -36,7 +36,7 @@ class Kernel:
     """
 
     name: str
-    order: Callable[[Shape], Order | None]
+    order: Callable[[LinearShape], Order | None]
     source: str
     tag: str
 
@@ -44,7 +44,7 @@ class Kernel:
 
     def order_for(self, weight: Weight, dtype: str, rows: int) -> Order:
         """The order in which ``rows`` rows are summed over ``weight``; raises UnsupportedFormat."""
-        shape = Shape(rows, weight.n, weight.k, dtype, weight.format, weight.bits, weight.group_size)
+        shape = LinearShape(rows, weight.n, weight.k, dtype, weight.format, weight.bits, weight.group_size)
         order = self.order(shape)
         if order is None:
             width = "dense" if weight.bits is None else f"{weight.bits}-bit {weight.format}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from math import ceil
 
-from .linear import Kernel, Shape
+from .linear import Kernel, LinearShape
 from .order import IN_ORDER, LooseTail, Order, TailFirst, Walk, WeightForm, lanes_of
 
 _MLX = "ml-explore/mlx 846d176 mlx/backend/metal/"
@@ -59,25 +59,25 @@ def _vector(bits: int, lanes: int, values: int) -> Order:
     )  # fmt: skip
 
 
-def _qmv_fast(shape: Shape) -> Order | None:
+def _qmv_fast(shape: LinearShape) -> Order | None:
     if shape.format != "affine" or shape.bits is None:
         return None
     return _vector(shape.bits, 32, _FAST_VALUES[shape.bits])
 
 
-def _qmv(shape: Shape) -> Order | None:
+def _qmv(shape: LinearShape) -> Order | None:
     if shape.format != "affine" or shape.bits is None:
         return None
     return _vector(shape.bits, 32, _VALUES[shape.bits])
 
 
-def _qmv_quad(shape: Shape) -> Order | None:
+def _qmv_quad(shape: LinearShape) -> Order | None:
     if shape.format != "affine" or shape.bits not in (2, 4, 8) or shape.k not in (64, 128):
         return None
     return _vector(shape.bits, 4, shape.k // 4)
 
 
-def _qmv_wide(shape: Shape) -> Order | None:
+def _qmv_wide(shape: LinearShape) -> Order | None:
     if shape.format != "affine" or shape.group_size is None:
         return None
     return _wide(shape.group_size)
@@ -94,11 +94,11 @@ _TILES: dict[WeightForm, Order] = {
 }
 
 
-def _qmm_t(shape: Shape) -> Order | None:
+def _qmm_t(shape: LinearShape) -> Order | None:
     return _TILES["dtype"] if shape.format == "affine" else None
 
 
-def _qmm_t_old(shape: Shape) -> Order | None:
+def _qmm_t_old(shape: LinearShape) -> Order | None:
     return _TILES["dtype_in_place"] if shape.format == "affine" else None
 
 
@@ -126,14 +126,14 @@ def _split(k: int, splits: int, form: WeightForm) -> Order:
     )
 
 
-def _qmm_splitk(shape: Shape, form: WeightForm = "dtype") -> Order | None:
+def _qmm_splitk(shape: LinearShape, form: WeightForm = "dtype") -> Order | None:
     if shape.format != "affine" or shape.group_size is None:
         return None
     splits = quantised_splits(shape.m, shape.n, shape.k, shape.group_size)
     return _TILES[form] if splits == 1 else _split(shape.k, splits, form)
 
 
-def _qmm_splitk_old(shape: Shape) -> Order | None:
+def _qmm_splitk_old(shape: LinearShape) -> Order | None:
     return _qmm_splitk(shape, "dtype_in_place")
 
 
@@ -142,7 +142,7 @@ _GEMV_NARROW = Order(lanes_of(4, 4), halve=4, weight="dtype")
 _GEMV_LONG = Order(lanes_of(256, 4), halve=32, weight="dtype")
 
 
-def _gemv(shape: Shape) -> Order | None:
+def _gemv(shape: LinearShape) -> Order | None:
     if shape.format != "dense":
         return None
     if shape.k <= 64:
@@ -161,7 +161,7 @@ _GEMV_WIDE = {
 _GEMV_WIDE_SHORT = {lanes: Order(lanes_of(lanes, 4), "add", "dtype", 4, halve=lanes) for lanes in (16, 32)}
 
 
-def _gemv_wide(shape: Shape) -> Order | None:
+def _gemv_wide(shape: LinearShape) -> Order | None:
     if shape.format != "dense" or shape.k % 4:
         return None
     lanes = 32 if shape.m <= 5 or shape.n <= 64 else 16
@@ -187,13 +187,13 @@ def _ranges(size: int, count: int) -> Order:
     return Order(Walk((count, size), ranges=size), weight="dtype", zeroed=True)
 
 
-def _splitk(shape: Shape) -> Order | None:
+def _splitk(shape: LinearShape) -> Order | None:
     if shape.format != "dense":
         return None
     return _tiled_ranges(shape.k, dense_splits(shape.m, shape.n, shape.k))
 
 
-def _splitk_old(shape: Shape) -> Order | None:
+def _splitk_old(shape: LinearShape) -> Order | None:
     if shape.format != "dense":
         return None
     # Up to 0.30.0 K alone decides.
@@ -206,7 +206,7 @@ def _tiled_ranges(k: int, splits: int) -> Order:
     return _ranges(size, splits) if size else _ONE_RANGE
 
 
-def _splitk_nax(shape: Shape) -> Order | None:
+def _splitk_nax(shape: LinearShape) -> Order | None:
     if shape.format != "dense":
         return None
     size = shape.k // 2 if shape.k <= 1024 else 1024 if shape.k <= 2048 else 2048 if shape.k <= 4096 else 4096
@@ -216,7 +216,7 @@ def _splitk_nax(shape: Shape) -> Order | None:
 _STEEL = Order(TailFirst((1, 1), tile=16), weight="dtype")
 
 
-def _steel(shape: Shape) -> Order | None:
+def _steel(shape: LinearShape) -> Order | None:
     return _STEEL if shape.format == "dense" else None
 
 
@@ -290,7 +290,7 @@ def _cuda_slots(values: int, narrow: bool) -> Order:
     )
 
 
-def _cuda_qmv(shape: Shape) -> Order | None:
+def _cuda_qmv(shape: LinearShape) -> Order | None:
     if shape.format != "affine" or shape.bits is None:
         return None
     values = 16 if shape.dtype != "float32" and shape.bits <= 4 else 8
@@ -301,18 +301,18 @@ _CUDA_CHAIN = Order(IN_ORDER, weight="dtype")
 _CUDA_CHAIN_TWICE = Order(IN_ORDER, weight="dtype_twice")
 
 
-def _cuda_qmm(shape: Shape) -> Order | None:
+def _cuda_qmm(shape: LinearShape) -> Order | None:
     return _CUDA_CHAIN_TWICE if shape.format == "affine" else None
 
 
-def _cuda_gemm(shape: Shape) -> Order | None:
+def _cuda_gemm(shape: LinearShape) -> Order | None:
     return _CUDA_CHAIN if shape.format == "dense" else None
 
 
 _CUDA_GEMV = {values: Order(lanes_of(32, values), weight="dtype", halve=32) for values in (1, 2, 4)}
 
 
-def _cuda_gemv(shape: Shape) -> Order | None:
+def _cuda_gemv(shape: LinearShape) -> Order | None:
     if shape.format != "dense" or shape.k % 32:
         return None
     return _CUDA_GEMV[4 if shape.k % 128 == 0 else 2 if shape.k % 64 == 0 else 1]

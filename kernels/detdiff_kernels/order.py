@@ -163,7 +163,7 @@ class Order:
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class FlatOrder:
     """An order at work on rows of ``k`` items: flat, lane after lane.
 
     ``terms`` and ``masks`` are item numbers and code masks of every term, ``values`` the items that the sums of
@@ -182,7 +182,7 @@ class Plan:
 
 
 @lru_cache(maxsize=512)
-def plan(order: Order, k: int) -> Plan:
+def plan(order: Order, k: int) -> FlatOrder:
     """What an order does to rows of ``k`` items."""
     items = order.walk.items(k)
     terms, masks = order.walk.masked(items)
@@ -197,7 +197,7 @@ def plan(order: Order, k: int) -> Plan:
         size, parts = order.walk.fields
         packs = per_item.reshape(items.shape[0], -1, size)[:, :, [item for item, _ in parts]]
         per_item = packs.reshape(items.shape[0], -1)
-    return Plan(
+    return FlatOrder(
         terms.reshape(-1),
         masks.reshape(-1),
         items.reshape(-1),

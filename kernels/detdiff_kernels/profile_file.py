@@ -29,7 +29,7 @@ from .dispatch import (
     SIZES,
     TAGS,
     Call,
-    Entry,
+    DefinitionEntry,
     Parameter,
     Profile,
     Range,
@@ -245,9 +245,9 @@ def _oldest(value: Any) -> str | None:
 
 def _definitions(
     found: list[Mapping[str, Any]], parameters: tuple[Parameter, ...], where: str
-) -> tuple[tuple[Entry, ...], Scope]:
+) -> tuple[tuple[DefinitionEntry, ...], Scope]:
     scope = Scope({parameter.name: parameter.kind for parameter in parameters}, {})
-    made: dict[str, list[Entry]] = {}
+    made: dict[str, list[DefinitionEntry]] = {}
     definitions: dict[str, Definition] = {}
     for number, table in enumerate(found, 1):
         entry = _entry(table, scope, where, number)
@@ -277,7 +277,7 @@ def _definitions(
     return tuple(entry for mine in made.values() for entry in mine), scope
 
 
-def _entry(table: Mapping[str, Any], scope: Scope, where: str, number: int) -> Entry:
+def _entry(table: Mapping[str, Any], scope: Scope, where: str, number: int) -> DefinitionEntry:
     where = f"{where}, definition {number}"
     _check_keys(table, _DEFINE, ("name", "value", "source", "tag"), where)
     name, source, tag = (_text(table, key, where) for key in ("name", "source", "tag"))
@@ -288,7 +288,7 @@ def _entry(table: Mapping[str, Any], scope: Scope, where: str, number: int) -> E
     when = None
     if "when" in table:
         when = parse(_expression(table, "when", where), scope, f"{where} ({name})", "truth")
-    return Entry(name, value, when, source, tag)
+    return DefinitionEntry(name, value, when, source, tag)
 
 
 def _rule(table: Mapping[str, Any], scope: Scope, kernels: tuple[str, ...], where: str) -> Rule:

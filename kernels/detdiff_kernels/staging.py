@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .joins import JOINS, Join
-from .order import PANEL, Order, Plan, plan
+from .order import PANEL, FlatOrder, Order, plan
 from .rounding import DTYPES, Float32, narrow, rounded
 from .threads import share
 from .weights import Affine, Blocks, Dense, Unpacked, Weight, metal_dequantised, signed
@@ -110,7 +110,9 @@ def _neutral(join: str) -> Float32:
 _NOTHING = np.zeros(1, np.float32)
 
 
-def rows_laid_out(x: Float32, order: Order, steps: Plan, dtype: str, rows: int) -> tuple[Float32, Float32]:
+def rows_laid_out(
+    x: Float32, order: Order, steps: FlatOrder, dtype: str, rows: int
+) -> tuple[Float32, Float32]:
     """Contiguous ``x`` (m, k) as flat (group, term, row), and flat input sums (group, unit, sum, row); a group is
     ``rows`` rows."""
     join = JOINS[order.join]
@@ -136,7 +138,7 @@ def _by_terms(x: Float32, items: NDArray[np.int64], scales: Float32, rows: int) 
     return values
 
 
-def _input_sums(plain: Float32, order: Order, steps: Plan, dtype: str, rows: int, join: Join) -> Float32:
+def _input_sums(plain: Float32, order: Order, steps: FlatOrder, dtype: str, rows: int, join: Join) -> Float32:
     from .loops import picked_sums_loop, unit_sums_loop
 
     items = len(steps.values) // (steps.lanes * steps.units)
@@ -154,7 +156,7 @@ def _positions(join: str) -> NDArray[np.int64]:
     return np.array(JOINS[join].runs, np.int64)
 
 
-def _quantised(x: Float32, order: Order, steps: Plan, rows: int, join: Join) -> tuple[Float32, Float32]:
+def _quantised(x: Float32, order: Order, steps: FlatOrder, rows: int, join: Join) -> tuple[Float32, Float32]:
     from .quantised_rows import quantised
 
     found = quantised(x, order.inputs)
@@ -179,7 +181,7 @@ _CHUNK = 64 * PANEL
 
 
 @dataclass(frozen=True, eq=False)
-class Layout:
+class Panels:
     """A weight in panels of 32 outputs: ``data`` flat (panel, term, output), ``kind`` what it holds; ``scales`` flat
     (panel, unit, coefficient, output). Outputs that fill up the last panel are zero."""
 
@@ -195,7 +197,7 @@ class Staged:
     kernel: str
     weight: Weight
     dtype: str
-    layouts: dict[Any, Layout] = field(default_factory=dict)
+    layouts: dict[Any, Panels] = field(default_factory=dict)
 
     @property
     def n(self) -> int:
@@ -205,7 +207,7 @@ class Staged:
     def k(self) -> int:
         return self.weight.k
 
-    def layout(self, order: Order) -> Layout:
+    def layout(self, order: Order) -> Panels:
         """What ``order`` reads; orders that differ in their reduction alone share it."""
         steps = plan(order, self.k)
         # Contiguous ranges, however many, are one walk.
@@ -216,7 +218,7 @@ class Staged:
         return self.layouts[key]
 
 
-def _laid_out(weight: Weight, order: Order, steps: Plan, dtype: str) -> Layout:
+def _laid_out(weight: Weight, order: Order, steps: FlatOrder, dtype: str) -> Panels:
     panels = -(-weight.n // PANEL)
     join = JOINS[order.join]
     coefficients = join.coefficients
@@ -239,7 +241,7 @@ def _laid_out(weight: Weight, order: Order, steps: Plan, dtype: str) -> Layout:
             _fill(scales, first, found.reshape(part.n, -1))
     assert data is not None
     flat = data.reshape(-1)
-    return Layout(
+    return Panels(
         flat.view(np.int16) if kind == "bfloat16" else flat.view(np.uint16) if kind == "float16" else flat,
         kind,
         scales.reshape(-1),
@@ -285,7 +287,7 @@ def summed(x: Float32, staged: Staged, order: Order, out: Float32) -> None:
 
 
 def _work(
-    loop: Any, values: Float32, sums: Float32, layout: Layout, out: Float32, sizes: Any
+    loop: Any, values: Float32, sums: Float32, layout: Panels, out: Float32, sizes: Any
 ) -> Callable[[int, int], None]:
     return lambda first, last: loop(values, sums, layout.data, layout.scales, out, sizes, first, last)
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from detdiff.errors import GgufCorrupt, GgufMissing, GgufPackageMissing, GgufUnsupported
 from detdiff_kernels import UnsupportedFormat
-from detdiff_kernels.errors import GgufPackageMissing as PackageMissing
+from detdiff_kernels.errors import MissingGgufPackage as PackageMissing
 from detdiff_kernels.errors import UnreadableGguf
 from detdiff_kernels.gguf_file import open_gguf
 
