@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
-from detdiff.compare import Choice, Divergence, Flip, RequestDivergence, compare
+from detdiff.compare import Divergence, Flip, RequestDivergence, TokenChoice, compare
 from detdiff.errors import CheckSettingInvalid, DetdiffError, NothingComparable
 from detdiff.explain import Verdict
 from detdiff.report import divergence_text, headline, verdict_text
@@ -142,7 +142,7 @@ def _request(page: Page, request: RequestDivergence) -> None:
 def _near(flip: Flip) -> Flip:
     """The flip with the nearest tokens alone."""
 
-    def cut(choice: Choice) -> Choice:
+    def cut(choice: TokenChoice) -> TokenChoice:
         return replace(choice, top=choice.top[:_NEAREST])
 
     return replace(flip, a=cut(flip.a), b=cut(flip.b))

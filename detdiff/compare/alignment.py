@@ -56,7 +56,7 @@ class RowPairs:
 
 def pair_rows(a: Trace, b: Trace, requests: tuple[RequestPair, ...], *, may_lack: bool = False) -> RowPairs:
     """Align by (model, request, position). Raises NothingComparable where no row is left, unless runs ``may_lack`` rows."""
-    limits = _Limits.of(requests)
+    limits = _LastPositions.of(requests)
     drafts = same_drafts(a, b)
     side_a = _surviving(a.row_index(), [pair.a for pair in requests], limits, drafts)
     side_b = _surviving(b.row_index(), [pair.b for pair in requests], limits, drafts)
@@ -115,7 +115,7 @@ class _SideRows:
 
 
 @dataclass(frozen=True, eq=False)
-class _Limits:
+class _LastPositions:
     """The last position to compare of each request, int64 [requests]: of ``all`` rows, and of those that ``speculate``.
 
     A rejected proposal is written over by the token that took its place, but not where a request ends.
@@ -125,7 +125,7 @@ class _Limits:
     speculate: Int64
 
     @classmethod
-    def of(cls, requests: tuple[RequestPair, ...]) -> _Limits:
+    def of(cls, requests: tuple[RequestPair, ...]) -> _LastPositions:
         limits = np.array([pair.limit for pair in requests], dtype=np.int64)
         return cls(limits, np.minimum(limits, _last_needed(requests)))
 
@@ -141,7 +141,7 @@ def same_drafts(a: Trace, b: Trace) -> bool:
     )
 
 
-def _surviving(rows: RowIndex, numbers: list[int], limits: _Limits, drafts: bool) -> _SideRows:
+def _surviving(rows: RowIndex, numbers: list[int], limits: _LastPositions, drafts: bool) -> _SideRows:
     place = np.full(max(int(rows.request.max(initial=0)), *numbers) + 1, -1, dtype=np.int64)
     place[numbers] = np.arange(len(numbers))
     of_row = place[rows.request]

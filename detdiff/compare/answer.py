@@ -17,8 +17,6 @@ from .divergence import (
     Acceptance,
     Agreement,
     CacheEntry,
-    Candidate,
-    Choice,
     Chunk,
     DifferingEntries,
     DraftDivergence,
@@ -34,11 +32,13 @@ from .divergence import (
     Proposed,
     RequestDivergence,
     SiteDifference,
+    TokenChoice,
+    TopToken,
     Verification,
     Verified,
 )
 from .events import chunk_of
-from .origins import ROOT, Found, Tally
+from .origins import ROOT, FoundOrigin, Tally
 from .tokens import RequestPair, Steps
 
 Event = Mapping[str, Any]
@@ -276,7 +276,7 @@ class RequestAnswer:
         _, _, row, place = first
         leaf = place != ROOT and not self._done.ports.sites[place].descendants
         how = self._done.late.get((row, place), "leaf" if leaf else "composite")
-        return self._done.details.origin(Found(row, place, how))
+        return self._done.details.origin(FoundOrigin(row, place, how))
 
     def _draft(self, number: int) -> DraftDivergence | None:
         """The draft's rows of a request; None where no row of a draft was compared."""
@@ -474,17 +474,17 @@ class RequestAnswer:
         return Growth(layers, tuple(buckets))
 
 
-def _choice(steps: Steps, index: int, texts: dict[int, str]) -> Choice:
+def _choice(steps: Steps, index: int, texts: dict[int, str]) -> TokenChoice:
     if index >= len(steps):
-        return Choice(None, "", None, None, ())
+        return TokenChoice(None, "", None, None, ())
     token = int(steps.token[index])
     top = tuple(
-        Candidate(int(id), texts.get(int(id), ""), float(logit))
+        TopToken(int(id), texts.get(int(id), ""), float(logit))
         for id, logit in zip(steps.top_ids[index], steps.top_logits[index], strict=True)
     )
     logit = next((candidate.logit for candidate in top if candidate.token == token), None)
     margin = top[0].logit - top[1].logit if len(top) > 1 else None
-    return Choice(token, texts.get(token, ""), logit, margin, top)
+    return TokenChoice(token, texts.get(token, ""), logit, margin, top)
 
 
 def _swapped(flip: Flip) -> bool | None:

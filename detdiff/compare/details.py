@@ -12,10 +12,10 @@ from detdiff.trace import B_DTYPE, DTYPE_CODES, Trace
 
 from .alignment import CommonPorts, RowPairs
 from .digests import Scanner
-from .divergence import CacheEntry, Change, Composition, Magnitude, Origin, SiteDifference
-from .forwards import Call, RunLog
+from .divergence import CacheEntry, Composition, EntryChange, Magnitude, Origin, SiteDifference
+from .forwards import KernelCall, RunLog
 from .metrics import Values, measure
-from .origins import ROOT, Found
+from .origins import ROOT, FoundOrigin
 from .tokens import RequestPair
 
 
@@ -48,7 +48,7 @@ class Details:
         forward_a, forward_b = self.forwards(row)
         return self._runs.log_a.composition(forward_a), self._runs.log_b.composition(forward_b)
 
-    def origin(self, found: Found) -> Origin:
+    def origin(self, found: FoundOrigin) -> Origin:
         """Everything about one origin."""
         differ = self._ports_that_differ(found.row)
         inside = self._inside(found.place)
@@ -97,7 +97,7 @@ class Details:
             magnitude=magnitude,
         )
 
-    def _saw(self, call: Call, composition: Composition, row: int) -> tuple[int | None, int | None]:
+    def _saw(self, call: KernelCall, composition: Composition, row: int) -> tuple[int | None, int | None]:
         """Rows and second-to-last dimension of a call; one made per request saw that request's rows alone."""
         if call.rows is not None or call.path is None:
             return call.rows, call.second_last
@@ -201,7 +201,7 @@ class Details:
         ]
         return [*inside, *site.outputs]
 
-    def _between(self, found: Found, first: int, differ: NDArray[np.bool_]) -> tuple[str, ...]:
+    def _between(self, found: FoundOrigin, first: int, differ: NDArray[np.bool_]) -> tuple[str, ...]:
         """The last output before ``first`` that is equal (or the composite's own input), and ``first``."""
         known = self._scanner.pair(found.row).columns.pair >= 0
         outputs = {n for site in self._ports.sites for n in site.outputs}
@@ -233,7 +233,7 @@ class Details:
         known = {B_DTYPE * (x - y) % (1 << 64) for x in codes for y in codes if x != y}
         return "dtype" if gap in known else "bits"
 
-    def _changes(self, found: Found, layer: int | None) -> tuple[Change, ...]:
+    def _changes(self, found: FoundOrigin, layer: int | None) -> tuple[EntryChange, ...]:
         request = self._requests[int(self._pairs.request[found.row])]
         forward_a, forward_b = self.forwards(found.row)
         return (

@@ -138,7 +138,7 @@ class Verification:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class TopToken:
     """One of the top-k tokens of a step."""
 
     token: int
@@ -147,7 +147,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Choice:
+class TokenChoice:
     """What one run chose at the flip; ``token`` is None where that run had already stopped.
 
     ``logit`` is None where the token is not among the recorded top-k. ``margin`` is top-1 minus top-2 logit.
@@ -157,7 +157,7 @@ class Choice:
     text: str
     logit: float | None
     margin: float | None
-    top: tuple[Candidate, ...]
+    top: tuple[TopToken, ...]
 
 
 @dataclass(frozen=True)
@@ -172,8 +172,8 @@ class Flip:
     position: int
     forward_a: int | None
     forward_b: int | None
-    a: Choice
-    b: Choice
+    a: TokenChoice
+    b: TokenChoice
     magnitude: Magnitude | None
 
 
@@ -207,7 +207,7 @@ class ScoreDifference:
 
 
 @dataclass(frozen=True)
-class NotFinite:
+class NotFiniteLogits:
     """The first token of a run whose logits are not finite, and how many of those recorded are NaN and infinite."""
 
     run: str
@@ -246,7 +246,7 @@ class FlipForward:
 
 
 @dataclass(frozen=True)
-class Change:
+class EntryChange:
     """A cache entry that changed after it was written, as run ``run`` (``a`` or ``b``) saw in ``forward``."""
 
     run: str
@@ -288,7 +288,7 @@ class Origin:
     rule_b: str | None
     composition_a: Composition | None
     composition_b: Composition | None
-    changes: tuple[Change, ...]
+    changes: tuple[EntryChange, ...]
     magnitude: Magnitude | None
 
 
@@ -456,7 +456,7 @@ class RequestDivergence:
     text: TextFlip | None = None
     scores: ScoreDifference | None = None
     logits_equal: bool | None = None
-    not_finite: tuple[NotFinite, ...] = ()
+    not_finite: tuple[NotFiniteLogits, ...] = ()
     first_site: SiteDifference | None = None
 
 
@@ -534,7 +534,7 @@ class Compared:
 
 
 @dataclass(frozen=True)
-class Run:
+class RunIdentity:
     """Which run this was. ``model``, ``scenario``, ``environment`` and ``observer`` are the trace's own blocks.
 
     ``engine`` is the name of what ran it, and ``lacks`` why something is not in its trace, by what: ``sites``, ``cache``, ...
@@ -572,8 +572,8 @@ class Divergence:
     bookkeeping: tuple[Finding, ...]
     events: Events
     notes: tuple[str, ...]
-    a: Run
-    b: Run
+    a: RunIdentity
+    b: RunIdentity
     across_models: bool = False
 
     def __bool__(self) -> NoReturn:

@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 from detdiff.trace import Trace, computed, flat_row, format_ranges, parse_ranges
 from detdiff.trace.header import FORWARDS
 
-from .divergence import Change, Composition, Finding, Member, PathUse
+from .divergence import Composition, EntryChange, Finding, Member, PathUse
 
 
 @dataclass(frozen=True)
-class Call:
+class KernelCall:
     """The kernel call that computed a site: rows M, second-to-last dimension, path and the rule that chose it."""
 
     rows: int | None
@@ -28,28 +28,28 @@ class Call:
     rule: str | None
 
 
-NO_CALL: Final = Call(None, None, None, None)
+NO_CALL: Final = KernelCall(None, None, None, None)
 
 
 class PlanCalls:
     """The calls of one kernel plan by site; where a site's rows took several, each names its rows."""
 
     def __init__(self, calls: Sequence[Mapping[str, Any]], sites: int) -> None:
-        self._of: list[list[tuple[Call, Mapping[str, Any]]]] = [[] for _ in range(sites)]
+        self._of: list[list[tuple[KernelCall, Mapping[str, Any]]]] = [[] for _ in range(sites)]
         for item in calls:
-            call = Call(item.get("rows"), item.get("second_last"), item["path"], item.get("rule"))
+            call = KernelCall(item.get("rows"), item.get("second_last"), item["path"], item.get("rule"))
             for run in parse_ranges(item["sites"], sites):
                 for site in run:
                     self._of[site].append((call, item))
 
-    def alike(self, site: int) -> Call | None:
+    def alike(self, site: int) -> KernelCall | None:
         """The call that computed all rows of a site; None where that depends on the row."""
         found = self._of[site]
         if not found:
             return NO_CALL
         return None if "at" in found[0][1] else found[0][0]
 
-    def at(self, site: int, row: int | None) -> Call:
+    def at(self, site: int, row: int | None) -> KernelCall:
         """The call that computed a site in a row, given by its place in the forward (``flat_row``)."""
         return next((call for call, item in self._of[site] if computed(item, row)), NO_CALL)
 
@@ -178,7 +178,7 @@ class RunLog:
         self._run = run
         self._forwards = trace.forwards()
         self._calls: dict[int, PlanCalls] = {}
-        self._numbers: dict[Call, int] = {}
+        self._numbers: dict[KernelCall, int] = {}
         self._plan = np.full(len(self._forwards), -1, dtype=np.int64)
 
     def __len__(self) -> int:
@@ -230,7 +230,7 @@ class RunLog:
         members = members_of(line, [request["id"] for request in self._trace.requests])
         return Composition(forward, line["phase"], line["layout"], sum(m.rows for m in members), members)
 
-    def call(self, forward: int, site: int, row: Row) -> Call:
+    def call(self, forward: int, site: int, row: Row) -> KernelCall:
         """The call that computed a site (by its index in this trace) in a row; all None if not recorded."""
         calls = self._calls_of(int(self._plans(np.array([forward]))[0]), forward)
         return calls.alike(site) or calls.at(site, flat_row(self._forwards[forward], *row))
@@ -255,11 +255,11 @@ class RunLog:
                 found[n] = self._number(self.call(int(forwards[n]), site, row))
         return found
 
-    def numbered(self, number: int) -> Call:
+    def numbered(self, number: int) -> KernelCall:
         """The call of a number that ``call_numbers`` gave."""
         return list(self._numbers)[number]
 
-    def _number(self, call: Call) -> int:
+    def _number(self, call: KernelCall) -> int:
         return self._numbers.setdefault(call, len(self._numbers))
 
     def _calls_of(self, plan: int, forward: int) -> PlanCalls:
@@ -276,10 +276,10 @@ class RunLog:
             for path, sites in sorted(count.items(), key=lambda item: (-item[1], item[0]))
         )
 
-    def changes(self, request: int, layer: int | None, forward: int) -> tuple[Change, ...]:
+    def changes(self, request: int, layer: int | None, forward: int) -> tuple[EntryChange, ...]:
         """The cache entries of a request and layer that this forward saw changed since they were written."""
         return tuple(
-            Change(
+            EntryChange(
                 self._run,
                 forward,
                 event.get("layer"),

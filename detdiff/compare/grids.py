@@ -42,7 +42,7 @@ class Grid:
 
 
 @dataclass(frozen=True)
-class Part:
+class LayerGroup:
     """A layer, or what comes before or after all layers: places of its sites, and its cache entries as (name, port)."""
 
     name: str
@@ -51,9 +51,9 @@ class Part:
     entries: tuple[tuple[str, int], ...]
 
 
-def parts_of(ports: CommonPorts) -> tuple[Part, ...]:
+def parts_of(ports: CommonPorts) -> tuple[LayerGroup, ...]:
     """The parts of the target in order, then those of the draft; each has at least one site."""
-    found: list[Part] = []
+    found: list[LayerGroup] = []
     for draft in (False, True):
         mine = [n for n, site in enumerate(ports.sites) if site.draft == draft]
         layered = [n for n in mine if ports.sites[n].site.layer is not None]
@@ -65,7 +65,7 @@ def parts_of(ports: CommonPorts) -> tuple[Part, ...]:
         for name, sites in groups.items():
             entries = tuple(entry for n in sites for entry in _entries(ports, ports.sites[n]))
             if sites:
-                found.append(Part(f"draft: {name}" if draft else name, draft, tuple(sites), entries))
+                found.append(LayerGroup(f"draft: {name}" if draft else name, draft, tuple(sites), entries))
     return tuple(found)
 
 
@@ -103,7 +103,7 @@ class Cells:
         shape = int(self._starts[-1]), len(self._lines)
         self._state, self._share = np.zeros(shape, dtype=np.uint8), np.zeros(shape, dtype=np.uint8)
         self._sizes: tuple[Float32, Float32] | None = None
-        self._layouts: list[_Layout] = []
+        self._layouts: list[_GridLines] = []
 
     def block(self, block: Block) -> None:
         layout = self._layout(block.columns)
@@ -169,14 +169,14 @@ class Cells:
     def _at(self, rows: Int64) -> Int64:
         return self._starts[self._pairs.request[rows]] + self._pairs.position[rows]
 
-    def _layout(self, columns: Columns) -> _Layout:
+    def _layout(self, columns: Columns) -> _GridLines:
         found = next((layout for layout in self._layouts if layout.columns is columns), None)
         if found is None:
-            found = _Layout(columns, self._lines)
+            found = _GridLines(columns, self._lines)
             self._layouts.append(found)
         return found
 
-    def _measure(self, rows: Int64, at: Int64, layout: _Layout, differ: NDArray[np.bool_]) -> None:
+    def _measure(self, rows: Int64, at: Int64, layout: _GridLines, differ: NDArray[np.bool_]) -> None:
         for pair in np.flatnonzero(differ.any(axis=0)).tolist():
             which = np.flatnonzero(differ[:, pair])
             columns = int(layout.columns.a[pair]), int(layout.columns.b[pair])
@@ -193,7 +193,7 @@ class Cells:
                 into[cells] = np.fmax(into[cells], values[:, None].astype(np.float32))
 
 
-class _Layout:
+class _GridLines:
     """The lines that two tables have, and their column pairs one line after the other.
 
     ``lines`` int64 [m]; ``pairs`` int64, of which line i has ``compared[i]`` from ``starts[i]`` on.

@@ -20,10 +20,10 @@ from .alignment import CommonPorts, RowPairs, pair_rows
 from .answer import Pass, RequestAnswer, Verifications
 from .details import Details, Runs
 from .digests import Scanner
-from .divergence import Compared, Divergence, NotCompared, RequestDivergence, Run
+from .divergence import Compared, Divergence, NotCompared, RequestDivergence, RunIdentity
 from .events import RunEvents, attributed, event_answer
 from .forwards import RunLog, one_sided
-from .origins import Int64, SettledOrigins, Tally, Watch
+from .origins import Int64, OriginWatch, SettledOrigins, Tally
 from .tokens import Pairing, pair_requests, was_forced
 
 STAGES: Final = ("workload", "bookkeeping", "dtype", "shape", "bits", "tokens")
@@ -114,7 +114,7 @@ def _nothing_answered(a: Trace, b: Trace) -> str:
     )
 
 
-def scan(aligned: Aligned, watch: Watch | None = None) -> Pass:
+def scan(aligned: Aligned, watch: OriginWatch | None = None) -> Pass:
     """Compare all digests; ``watch`` sees every block of rows, and every origin. Raises NothingComparable for none."""
     runs, ports, pairs = aligned.runs, aligned.ports, aligned.pairs
     forward_a = runs.a.row_index().forward[pairs.a].astype(np.int64)
@@ -231,9 +231,9 @@ def _compared(done: Pass, requests: int, tokens: int) -> Compared:
     )
 
 
-def _run(trace: Trace, forwards: int) -> Run:
+def _run(trace: Trace, forwards: int) -> RunIdentity:
     header = trace.header
-    return Run(
+    return RunIdentity(
         trace=str(trace.path),
         complete=trace.complete,
         forwards=forwards,

@@ -26,7 +26,7 @@ ROOT: Final = -1
 
 
 @dataclass
-class Judged:
+class RowOrigins:
     """The verdict on some rows; masks are keyed by the place of a site, and a place without rows may be absent.
 
     ``origins`` are final. ``lasting`` are origins unless an earlier row of the request already differed there, since
@@ -54,10 +54,10 @@ class Rules:
         drafted = any(
             bool((columns.pair[list(site.outputs)] >= 0).any()) for site in ports.sites if site.draft
         )
-        self.sites = [_Site.of(ports, columns, site, site.draft == drafted) for site in ports.sites]
+        self.sites = [_SiteColumns.of(ports, columns, site, site.draft == drafted) for site in ports.sites]
         self._past_known = any(site.carrying or site.stateful for site in ports.sites)
 
-    def judge(self, differ: Sequence[Mask]) -> Judged:
+    def judge(self, differ: Sequence[Mask]) -> RowOrigins:
         """Apply the rules; ``differ`` has the rows in which each column pair differs."""
         judging = _Judging(self.sites, differ)
         for place, site in enumerate(self.sites):
@@ -67,7 +67,7 @@ class Rules:
 
 
 @dataclass(frozen=True)
-class _Site:
+class _SiteColumns:
     """A site's column pairs. ``blind`` sites lack the digest of what they read, which may be the cache."""
 
     layer: int | None
@@ -81,7 +81,7 @@ class _Site:
     blind: bool
 
     @classmethod
-    def of(cls, ports: CommonPorts, columns: Columns, common: CommonSite, runs: bool) -> _Site:
+    def of(cls, ports: CommonPorts, columns: Columns, common: CommonSite, runs: bool) -> _SiteColumns:
         """``runs`` says that the site is of the model whose rows these are."""
 
         def pairs(numbers: Iterable[int]) -> tuple[int, ...]:
@@ -107,14 +107,14 @@ class _Site:
 
 
 class _Judging:
-    def __init__(self, sites: Sequence[_Site], differ: Sequence[Mask]) -> None:
+    def __init__(self, sites: Sequence[_SiteColumns], differ: Sequence[Mask]) -> None:
         self.sites = sites
         self.differ = differ
-        self.judged = Judged()
+        self.judged = RowOrigins()
         self.explained: dict[int, Mask] = {}
         self.written: dict[int | None, Mask] = {}
 
-    def visit(self, place: int, site: _Site) -> None:
+    def visit(self, place: int, site: _SiteColumns) -> None:
         entering, leaving = self._any(site.inputs), self._any(site.outputs)
         if site.inside or site.stateful:
             mask = self._origin_between(site.inside, leaving) & ~entering
@@ -158,7 +158,7 @@ class _Judging:
         (self.judged.lasting if lasting else self.judged.origins)[place] = mask & ~unclear
         self.explained[place] = mask & ~unclear
 
-    def _note_carried(self, place: int, site: _Site) -> None:
+    def _note_carried(self, place: int, site: _SiteColumns) -> None:
         mask = self._any(site.carrying)
         # What a row reads has its own entry in it, so where that differs an earlier one need not.
         own = self.written.get(site.layer, 0)
@@ -200,7 +200,7 @@ _LOW: Final = (1 << 32) - 1
 NEVER: Final = np.int64((1 << 63) - 1)
 
 
-class Watch(Protocol):
+class OriginWatch(Protocol):
     """Sees what a pass finds, for those who want more of it than the sums."""
 
     def block(self, block: Block) -> None:
@@ -227,7 +227,7 @@ class Tally:
         ports: CommonPorts,
         pairs: RowPairs,
         calls: Calls,
-        watch: Watch | None = None,
+        watch: OriginWatch | None = None,
         *,
         nameless: bool = False,
     ) -> None:
@@ -296,7 +296,7 @@ class Tally:
             per_request = np.bincount(self._pairs.stream[rows], minlength=len(self.layer_compared))
             self.layer_compared += per_request[:, None] * per_layer
 
-    def judged(self, columns: Columns, differ: Sequence[Mask]) -> Judged:
+    def judged(self, columns: Columns, differ: Sequence[Mask]) -> RowOrigins:
         """The verdict on some rows of a block; ``differ`` has the rows in which each column pair differs."""
         return self._rules[self._number(columns)].judge(differ)
 
@@ -398,7 +398,7 @@ def _places(mask: Mask, rows: int) -> Int64:
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundOrigin:
     """An origin by its row pair, its site's place (or ROOT) and how it was found."""
 
     row: int
@@ -411,42 +411,42 @@ class SettledOrigins:
 
     def __init__(self, tally: Tally, ports: CommonPorts, pairs: RowPairs, scanner: Scanner) -> None:
         self._tally, self._ports, self._pairs, self._scanner = tally, ports, pairs, scanner
-        self._known: dict[int, Judged] = {}
+        self._known: dict[int, RowOrigins] = {}
 
-    def origins(self) -> list[Found]:
+    def origins(self) -> list[FoundOrigin]:
         """The settled origins, in no particular order."""
         found = []
         for number in range(len(self._tally.lasting)):
             found += [*self._lasting(number), *self._visible(number), *self._pending(number)]
         return found
 
-    def place_of(self, found: Found) -> int:
+    def place_of(self, found: FoundOrigin) -> int:
         """The site that orders an origin: for a composite, the first one inside that differs."""
         if found.how != "composite":
             return found.place
         first = self._judged(found.row).first.get(found.place)
         return first[0][0] if first else found.place
 
-    def _judged(self, row: int) -> Judged:
+    def _judged(self, row: int) -> RowOrigins:
         if row not in self._known:
             block = self._scanner.pair(row)
             self._known[row] = self._tally.judged(block.columns, block.differ[0].tolist())
         return self._known[row]
 
-    def _lasting(self, number: int) -> Iterator[Found]:
+    def _lasting(self, number: int) -> Iterator[FoundOrigin]:
         """The first row at which a state or a cache differs by itself; later rows inherit it."""
         for place in np.flatnonzero(self._tally.lasting[number] != NEVER).tolist():
             key = int(self._tally.lasting[number, place])
             if place == len(self._ports.sites):
                 if int(self._tally.touched[number, place]) >> 32 >= key >> 32:
-                    yield Found(key & _LOW, ROOT, "composite")
+                    yield FoundOrigin(key & _LOW, ROOT, "composite")
             elif not self._ports.sites[place].stateful:
-                yield Found(key & _LOW, place, "changed")
+                yield FoundOrigin(key & _LOW, place, "changed")
             elif int(self._tally.touched[number, place]) >> 32 >= key >> 32:
                 leaf = not self._ports.sites[place].descendants
-                yield Found(key & _LOW, place, "leaf" if leaf else "composite")
+                yield FoundOrigin(key & _LOW, place, "leaf" if leaf else "composite")
 
-    def _pending(self, number: int) -> Iterator[Found]:
+    def _pending(self, number: int) -> Iterator[FoundOrigin]:
         """Origins inside a composite in a row whose attention read a difference: its own entry, or an earlier one.
 
         Only a row before which no entry differs can have such an origin, so the first candidate decides.
@@ -464,9 +464,9 @@ class SettledOrigins:
             earlier = any(self._explained_from(number, layer) < position for layer in layers)
             if not earlier and not any(n in inside for n in claimed.get(row, ())):
                 claimed.setdefault(row, []).append(place)
-                yield Found(row, place, "composite")
+                yield FoundOrigin(row, place, "composite")
 
-    def _visible(self, number: int) -> Iterator[Found]:
+    def _visible(self, number: int) -> Iterator[FoundOrigin]:
         """Rows that read other entries although every entry up to them was written alike.
 
         At most one for each layer: the first row, at the first site that shows it.
@@ -478,7 +478,7 @@ class SettledOrigins:
             if key >> 32 < min(done.get(layer, int(NEVER)), self._explained_from(number, layer)):
                 done[layer] = key >> 32
                 if self._entries_known(number, layer, key >> 32):
-                    yield Found(key & _LOW, place, "visible")
+                    yield FoundOrigin(key & _LOW, place, "visible")
 
     def _explained_from(self, number: int, layer: int | None) -> int:
         """The first position from which a differing or changed entry explains a difference in what is read."""

@@ -163,7 +163,7 @@ class Timeline:
     def of(cls, trace: Trace, run: str) -> Timeline:
         """``run`` is ``a`` or ``b``. Raises what reading forwards and events raises."""
         ids = [str(request["id"]) for request in trace.requests]
-        log, linear = RunLog(trace, run), _Linear(trace)
+        log, linear = RunLog(trace, run), _LinearPaths(trace)
         events: dict[int, list[Event]] = {}
         for event in trace.events():
             # What came before any forward is told of with the first.
@@ -194,7 +194,7 @@ class Timeline:
         return cls(tuple(found), linear.thresholds(run))
 
 
-class _Linear:
+class _LinearPaths:
     """The linear calls of a run's plans: ``path`` is that of most linear sites by plan."""
 
     def __init__(self, trace: Trace) -> None:

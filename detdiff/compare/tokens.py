@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from detdiff.errors import NothingComparable
 from detdiff.trace import PHASES, Generated, Trace
 
-from .divergence import Finding, NotCompared, NotFinite, ScoreDifference, TextFlip
+from .divergence import Finding, NotCompared, NotFiniteLogits, ScoreDifference, TextFlip
 from .metrics import Values, measure
 
 NO_LIMIT: Final = 1 << 31
@@ -147,7 +147,7 @@ class RequestPair:
         chosen = {int(self.steps_a.token[self.flip]), int(self.steps_b.token[self.flip])}
         return sides[0] == sides[1] if all(chosen <= side.keys() for side in sides) else None
 
-    def not_finite(self) -> tuple[NotFinite, ...]:
+    def not_finite(self) -> tuple[NotFiniteLogits, ...]:
         """In each run the first token up to the flip whose recorded logits have a NaN or are infinite."""
         found = []
         for run, steps in (("a", self.steps_a), ("b", self.steps_b)):
@@ -156,7 +156,9 @@ class RequestPair:
             wrong = np.isnan(top) | (top == np.inf)
             if wrong.any():
                 n = int(np.flatnonzero(wrong.any(axis=1))[0])
-                found.append(NotFinite(run, n, int(np.isnan(top[n]).sum()), int((top[n] == np.inf).sum())))
+                found.append(
+                    NotFiniteLogits(run, n, int(np.isnan(top[n]).sum()), int((top[n] == np.inf).sum()))
+                )
         return tuple(found)
 
 
@@ -216,7 +218,7 @@ def pair_requests(
             continue
         workload += _asked_otherwise(id, asked_a, asked_b, forced)
         steps_a, steps_b = Steps.of(generated_a, number), Steps.of(generated_b, of_b[id])
-        ends = _Ends(asked_a.get("max_tokens"), asked_b.get("max_tokens"), a.complete, b.complete)
+        ends = _TextEnds(asked_a.get("max_tokens"), asked_b.get("max_tokens"), a.complete, b.complete)
         flip, kind, cut = _first_flip(steps_a, steps_b, ends)
         at = NO_LIMIT if flip is None else _position(steps_a, steps_b, flip)
         limit = _last_fed_alike(a, b, (number, of_b[id]), at) if forced else at
@@ -317,7 +319,7 @@ def _greedy(request: dict[str, Any]) -> bool:
 
 
 @dataclass(frozen=True)
-class _Ends:
+class _TextEnds:
     """What may have ended each run's text: token limits (None: unknown) and whether the traces are whole."""
 
     limit_a: int | None
@@ -326,7 +328,7 @@ class _Ends:
     whole_b: bool
 
 
-def _first_flip(a: Steps, b: Steps, ends: _Ends) -> tuple[int | None, str, str | None]:
+def _first_flip(a: Steps, b: Steps, ends: _TextEnds) -> tuple[int | None, str, str | None]:
     """(index, kind, why the end is not compared)."""
     common = min(len(a), len(b))
     diverged = np.flatnonzero(a.token[:common] != b.token[:common])

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from detdiff.compare.alignment import CommonPorts, RowPairs, pair_rows
 from detdiff.compare.details import Runs
 from detdiff.compare.digests import Scanner
-from detdiff.compare.forwards import Call, RunLog
+from detdiff.compare.forwards import KernelCall, RunLog
 from detdiff.compare.metrics import Values
 from detdiff.compare.origins import ROOT, SettledOrigins, Tally
 from detdiff.compare.tokens import pair_requests
@@ -40,8 +40,8 @@ class OriginRow:
     row_b: int
     forward_a: int
     forward_b: int
-    call_a: Call
-    call_b: Call
+    call_a: KernelCall
+    call_b: KernelCall
 
     @property
     def group(self) -> tuple[str, str | None, str | None]:

@@ -7,13 +7,13 @@ from typing import Any, Final
 
 from detdiff.compare import Acceptance, Verified
 from detdiff.compare.divergence import (
-    Choice,
     Divergence,
     Finding,
     Flip,
     Origin,
     RequestDivergence,
-    Run,
+    RunIdentity,
+    TokenChoice,
 )
 from detdiff.explain.control import NOT_RUN, Control
 from detdiff.explain.verdict import Verdict
@@ -164,7 +164,7 @@ def paths_of(origin: Origin) -> str:
     return f"{a} on {rows_a} in a, {b} on {rows_b} in b"
 
 
-def run_line(run: Run) -> str:
+def run_line(run: RunIdentity) -> str:
     parts = [named(run.trace), *decisive(run.scenario)]
     if "name" in run.model:
         parts.append(f"model {named(str(run.model['name']))}")
@@ -347,7 +347,7 @@ def _uses(paths: Sequence[Any]) -> str:
     return ", ".join(f"{named(use.path)} at {count(use.sites, 'site')}" for use in paths) or "unknown"
 
 
-def _top_rows(a: Choice, b: Choice) -> Iterator[list[str]]:
+def _top_rows(a: TokenChoice, b: TokenChoice) -> Iterator[list[str]]:
     for rank in range(max(len(a.top), len(b.top))):
         row = [str(rank + 1)]
         for choice in (a, b):

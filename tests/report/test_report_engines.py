@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from made_reports import flips
 
-from detdiff.compare import Divergence, Magnitude, NotFinite, ScoreDifference, SiteDifference, TextFlip
+from detdiff.compare import Divergence, Magnitude, NotFiniteLogits, ScoreDifference, SiteDifference, TextFlip
 from detdiff.report import divergence_text
 from detdiff.report.build import build
 from detdiff.report.document import Report
@@ -100,7 +100,7 @@ def test_no_distance_is_told_that_nobody_can_read(ulp: int, said: str) -> None:
 
 
 def test_what_is_not_finite_is_named() -> None:
-    text = flat(divergence_text(told({}, not_finite=(NotFinite("b", 2, 7, 1),))))
+    text = flat(divergence_text(told({}, not_finite=(NotFiniteLogits("b", 2, 7, 1),))))
     assert "not finite in b: 7 NaN and 1 Inf among the logits of token 2" in text
     assert "not finite" not in flat(divergence_text(told({})))
 

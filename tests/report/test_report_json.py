@@ -21,7 +21,7 @@ from detdiff.compare import (
     Events,
     Finding,
     NotCompared,
-    NotFinite,
+    NotFiniteLogits,
     SiteDifference,
     TextFlip,
     Values,
@@ -52,7 +52,7 @@ def full() -> Divergence:
     )
     quiet = replace(
         quiet,
-        not_finite=(NotFinite("a", 0, 1, 0),),
+        not_finite=(NotFiniteLogits("a", 0, 1, 0),),
         first_site=SiteDifference("norm", "norm", None, 0, "out", size),
         text=TextFlip(0, "a", "b"),
     )
