@@ -53,7 +53,7 @@ INTRODUCTION = (
 
 
 @dataclass(frozen=True)
-class Case:
+class DemoCase:
     """One comparison of the demonstration. ``excerpts`` is the first flipped request's text around its flip, a and b."""
 
     title: str
@@ -66,7 +66,7 @@ class Case:
         return any(request.flip is not None for request in self.divergence.requests)
 
 
-def run_demo(progress: Progress) -> Iterator[Case]:
+def run_demo(progress: Progress) -> Iterator[DemoCase]:
     """Runs and yields the cases one by one: a flip (or every try at one), the kernels pinned, a divergence without a flip.
 
     Raises the DetdiffError of a run that fails.
@@ -88,7 +88,7 @@ def run_demo(progress: Progress) -> Iterator[Case]:
     yield _case("other prompts", (anchor, QUIET_FOLLOWER), f"{BASE} max_tokens={tokens}", progress, engines)
 
 
-def _case(title: str, prompts: tuple[str, str], flags: str, progress: Progress, engines: Engines) -> Case:
+def _case(title: str, prompts: tuple[str, str], flags: str, progress: Progress, engines: Engines) -> DemoCase:
     with tempfile.TemporaryDirectory(prefix="detdiff-demo-") as folder:
         traces = []
         for name, schedule in (("serial", SERIAL), ("continuous", CONTINUOUS)):
@@ -96,7 +96,7 @@ def _case(title: str, prompts: tuple[str, str], flags: str, progress: Progress, 
             with progress(name) as on_token:
                 traces.append(record_trace(scenario, Path(folder) / name, on_token, engines, kept=False))
         found = compare(*traces)
-        return Case(title, prompts[0], _without_paths(found), _excerpts(found, traces))
+        return DemoCase(title, prompts[0], _without_paths(found), _excerpts(found, traces))
 
 
 def _named(scenario: Scenario) -> Scenario:
@@ -129,7 +129,7 @@ def _excerpts(
     return texts[0], texts[1]
 
 
-def text(cases: Iterable[Case], *, width: int = 100) -> Iterator[str]:
+def text(cases: Iterable[DemoCase], *, width: int = 100) -> Iterator[str]:
     """The demonstration as text, piece by piece as the cases are run."""
     yield _prose(INTRODUCTION, width)
     flipped = False
@@ -153,7 +153,7 @@ def _prose(words: str, width: int) -> str:
     return textwrap.fill(words, width, break_long_words=False, break_on_hyphens=False) + "\n"
 
 
-def cases_json(cases: Iterable[Case]) -> dict[str, Any]:
+def cases_json(cases: Iterable[DemoCase]) -> dict[str, Any]:
     """The demonstration as JSON values; each divergence has the schema of ``compare --json``."""
     return {
         "schema": SCHEMA,

@@ -19,7 +19,7 @@ from detdiff.compare import compare, series
 from detdiff.errors import CommandError, DetdiffError, Interrupted, TraceError
 from detdiff.report.build import build
 from detdiff.report.document import Report
-from detdiff.report.index import Entry, index_html, index_text
+from detdiff.report.index import IndexEntry, index_html, index_text
 from detdiff.report.saved import Saved, read_saved
 from detdiff.report.words import escaped
 from detdiff.trace import Trace
@@ -400,7 +400,7 @@ def gathered(asked: Asked, why: Why, wanted: Wanted, width: int) -> list[str]:
         page = None if wanted.html is None else f"{name}.html"
         if page is not None and wanted.html is not None:
             write(made, Wanted(html=wanted.html.with_name(page)))
-        entries.append(Entry.of(name, made.report, page))
+        entries.append(IndexEntry.of(name, made.report, page))
     if not entries:
         raise CommandError(
             f"{folder} is no trace and holds no comparison; expected answers that were written with --json, or directories "

@@ -12,7 +12,7 @@ from detdiff.compare.divergence import Divergence, RequestDivergence
 from detdiff.explain.control import NOT_RUN
 from detdiff.explain.verdict import Verdict
 
-from .document import Code, Item, Mark, Page, Report, Section, Subject, Texts, View, Word
+from .document import Code, Item, Mark, Page, Report, Section, Texts, View, ViewSubject, Word
 from .findings import (
     agreement_lines,
     cache_lines,
@@ -156,7 +156,7 @@ def _origin_section(
     origin_count_lines(page, request)
     if series is not None:
         found = [each for each in series.requests if each.id == request.id]
-        page.add(*_views("origin", [Subject(series, each, None) for each in found]))
+        page.add(*_views("origin", [ViewSubject(series, each, None) for each in found]))
 
 
 def _verdict_sections(verdict: Verdict) -> list[Section]:
@@ -205,7 +205,7 @@ def _picture_sections(
     if verdict is not None:
         fragile_lines(pages["margins"], verdict)
     if series is not None:
-        subjects = [Subject(series, each, divergence) for each in (None, *series.requests)]
+        subjects = [ViewSubject(series, each, divergence) for each in (None, *series.requests)]
         lacking_lines(pages["timeline"], divergence, "forwards")
         for id, page in pages.items():
             page.add(*_views(id, subjects))
@@ -217,7 +217,7 @@ def _picture_sections(
     ]
 
 
-def _views(section: str, subjects: Iterable[Subject]) -> Iterator[View]:
+def _views(section: str, subjects: Iterable[ViewSubject]) -> Iterator[View]:
     """The views of a section that have something to show."""
     for subject in subjects:
         for kind in VIEWS.values():

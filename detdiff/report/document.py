@@ -146,7 +146,7 @@ class Report:
 
 
 @dataclass(frozen=True, eq=False)
-class Subject:
+class ViewSubject:
     """What a view is of: a request of a series, or without one both whole runs."""
 
     series: Series
@@ -172,19 +172,19 @@ class ViewKind(Protocol):
     section: tuple[str, str]
     of_request: bool
 
-    def shows(self, subject: Subject) -> bool:
+    def shows(self, subject: ViewSubject) -> bool:
         """Whether there is anything to draw."""
 
-    def picture(self, subject: Subject, *, columns: int, standalone: bool) -> str:
+    def picture(self, subject: ViewSubject, *, columns: int, standalone: bool) -> str:
         """One ``<svg>``."""
 
-    def drawings(self, subject: Subject) -> Sequence[tuple[str, Callable[[], Drawing]]]:
+    def drawings(self, subject: ViewSubject) -> Sequence[tuple[str, Callable[[], Drawing]]]:
         """The picture and those that are opened from it by name, made when they are asked for; what is needed most first."""
 
-    def table(self, subject: Subject, most: int) -> Table:
+    def table(self, subject: ViewSubject, most: int) -> Table:
         """Its values in at most ``most`` lines, those that matter most."""
 
-    def words(self, subject: Subject, columns: int) -> Iterable[Block]:
+    def words(self, subject: ViewSubject, columns: int) -> Iterable[Block]:
         """What stands for it where nothing is drawn."""
 
 

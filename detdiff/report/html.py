@@ -42,7 +42,7 @@ _SCRIPTS: Final = ("page.js", "figure.js")
 
 
 @dataclass(frozen=True)
-class Part:
+class PageBlock:
     """A block as the template takes it: ``kind`` chooses the macro, ``of`` is what it shows.
 
     ``first`` says that none of its kind came before.
@@ -54,7 +54,7 @@ class Part:
 
 
 @dataclass(frozen=True, eq=False)
-class Figure:
+class ViewFigure:
     """A view: its heading, its picture, its values, and the drawings that a script opens, the first of which it is."""
 
     id: str
@@ -103,9 +103,9 @@ class _Pictures:
         self._room = _PICTURES
         self._lines = max(8, 2_400 // max(1, views))
         self._drawn = 0
-        self.figures: list[Figure] = []
+        self.figures: list[ViewFigure] = []
 
-    def figure(self, view: View) -> Figure | None:
+    def figure(self, view: View) -> ViewFigure | None:
         """None where there is nothing to draw."""
         subject = subject_of(view, self._report)
         if subject is None or self._drawn == _VIEWED:
@@ -116,7 +116,7 @@ class _Pictures:
             picture = drawings[0][1]()
             self._room -= len(picture.svg)
         number = 0 if subject.request is None else subject.series.requests.index(subject.request)
-        figure = Figure(
+        figure = ViewFigure(
             id=f"{view.name}-{number}",
             title=VIEWS[view.name].title + ("" if view.request is None else f" of {named(view.request, 80)}"),
             said=view.said,
@@ -130,7 +130,7 @@ class _Pictures:
         return figure
 
 
-def packed(figures: Sequence[Figure], room: int) -> tuple[str, tuple[str, ...]]:
+def packed(figures: Sequence[ViewFigure], room: int) -> tuple[str, tuple[str, ...]]:
     """What a page's script is told: JSON that may stand inside a script element, of at most ``room`` characters.
 
     Each drawing is zlib's, in base64, and unpacked by the browser when it is looked at; the picture in the page is the
@@ -163,7 +163,7 @@ def packed(figures: Sequence[Figure], room: int) -> tuple[str, tuple[str, ...]]:
     return json.dumps(made, separators=(",", ":")).replace("<", "\\u003c"), tuple(_missing(figures, made))
 
 
-def _missing(figures: Sequence[Figure], made: Mapping[str, Any]) -> Iterator[str]:
+def _missing(figures: Sequence[ViewFigure], made: Mapping[str, Any]) -> Iterator[str]:
     still = [figure.title for figure in figures if figure.id not in made]
     if still:
         which = still[0] if len(still) == 1 else f"{len(still)} of {len(figures)} views"
@@ -198,9 +198,9 @@ def _deflated(value: Any) -> str:
     return base64.b64encode(zlib.compress(text.encode(), 6)).decode("ascii")
 
 
-def _section_parts(section: Section, pictures: _Pictures, room: int) -> list[Part]:
+def _section_parts(section: Section, pictures: _Pictures, room: int) -> list[PageBlock]:
     """Neighbouring items as one list; a line that names a request is a heading. A section has its room, too."""
-    parts: list[Part] = []
+    parts: list[PageBlock] = []
     items: list[Item] = []
     left = _SECTION
     for block in (*section.blocks, Blank()):
@@ -211,12 +211,14 @@ def _section_parts(section: Section, pictures: _Pictures, room: int) -> list[Par
             items.append(block)
             continue
         if items:
-            parts.append(Part("items", tuple(items)))
+            parts.append(PageBlock("items", tuple(items)))
             items = []
         parts += _block_parts(block, pictures, room)
     if left < 0:
         parts.append(
-            Part("prose", "The page has no room for the rest of this section; the report in JSON has it.")
+            PageBlock(
+                "prose", "The page has no room for the rest of this section; the report in JSON has it."
+            )
         )
     return parts
 
@@ -234,20 +236,20 @@ def _length(block: Block) -> int:
             return 0
 
 
-def _block_parts(block: Block, pictures: _Pictures, room: int) -> Iterator[Part]:
+def _block_parts(block: Block, pictures: _Pictures, room: int) -> Iterator[PageBlock]:
     match block:
         case Prose(text):
             heading = text.startswith("request ")
-            yield Part("heading" if heading else "prose", text.removesuffix(":") if heading else text)
+            yield PageBlock("heading" if heading else "prose", text.removesuffix(":") if heading else text)
         case Table():
-            yield Part("table", block)
+            yield PageBlock("table", block)
         case Texts():
-            yield Part("texts", side_by_side(block, room))
+            yield PageBlock("texts", side_by_side(block, room))
         case Code():
-            yield Part("code", block)
+            yield PageBlock("code", block)
         case View():
             figure = pictures.figure(block)
-            yield Part("prose", block.said) if figure is None else Part("figure", figure)
+            yield PageBlock("prose", block.said) if figure is None else PageBlock("figure", figure)
         case Item() | Blank():
             pass
 
@@ -331,7 +333,7 @@ class Passage:
 
 
 @dataclass(frozen=True)
-class Column:
+class TokenColumn:
     """One run's tokens: before the flip those of ``shown`` alone, and from the flip on ``shown`` and then ``folded``."""
 
     run: str
@@ -346,7 +348,7 @@ class SideBySide:
     request: str
     shared: Passage
     shared_shown: Passage
-    columns: tuple[Column, ...]
+    columns: tuple[TokenColumn, ...]
 
 
 def side_by_side(texts: Texts, room: int) -> SideBySide:
@@ -361,7 +363,7 @@ def side_by_side(texts: Texts, room: int) -> SideBySide:
         start = 0
     near, far = (shared[start:], shared[:start]) if flips else (shared[:NEARBY], shared[NEARBY:])
     folded = _passage(far, room // 2, from_end=flips)
-    columns: tuple[Column, ...] = ()
+    columns: tuple[TokenColumn, ...] = ()
     if flips:
         columns = tuple(
             _run_column(run, near, words[same:], room // 4) for run, words in (("a", texts.a), ("b", texts.b))
@@ -380,9 +382,9 @@ def _both(a: Word, b: Word) -> Word:
     return Word(a.index, a.token, a.text, a.margin, b.mark)
 
 
-def _run_column(run: str, near: Sequence[Word], after: Sequence[Word], room: int) -> Column:
+def _run_column(run: str, near: Sequence[Word], after: Sequence[Word], room: int) -> TokenColumn:
     cut = NEARBY if len(after) > NEARBY + NEARBY // 2 else len(after)
-    return Column(run, _passage([*near, *after[:cut]]), _passage(after[cut:], room))
+    return TokenColumn(run, _passage([*near, *after[:cut]]), _passage(after[cut:], room))
 
 
 def _passage(words: Sequence[Word], room: int | None = None, from_end: bool = False) -> Passage:

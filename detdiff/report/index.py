@@ -26,7 +26,7 @@ KINDS = (
 
 
 @dataclass(frozen=True)
-class Entry:
+class IndexEntry:
     """One comparison, ``name`` is the user's word for it, ``a`` and ``b`` name its runs.
 
     ``page`` is the path of its report, relative to the index, None where there is none. ``flips`` of ``requests``
@@ -45,7 +45,7 @@ class Entry:
     page: str | None = None
 
     @classmethod
-    def of(cls, name: str, report: Report, page: str | None = None) -> Entry:
+    def of(cls, name: str, report: Report, page: str | None = None) -> IndexEntry:
         """The line of a report; its runs are called as their traces are."""
         divergence = report.divergence
         if divergence is None:
@@ -75,7 +75,7 @@ class Entry:
         return KINDS.index(self.kind) if self.kind in KINDS else len(KINDS)
 
 
-def index_html(entries: Sequence[Entry]) -> str:
+def index_html(entries: Sequence[IndexEntry]) -> str:
     """A page with a table that can be sorted and filtered, and that is all there without script."""
     # A text needs no templates.
     from .html import render
@@ -85,7 +85,7 @@ def index_html(entries: Sequence[Entry]) -> str:
     return render("index.html", ("page.js", "index.js"), entries=ordered, kinds=kinds, title=summary(entries))
 
 
-def index_text(entries: Sequence[Entry], *, width: int = 100) -> str:
+def index_text(entries: Sequence[IndexEntry], *, width: int = 100) -> str:
     """The same as a table of text; lines are at most ``width`` characters where that can be."""
     rows = tuple(
         (
@@ -102,12 +102,12 @@ def index_text(entries: Sequence[Entry], *, width: int = 100) -> str:
     return "\n".join((summary(entries), "", *table_lines(table, max(40, width)))) + "\n"
 
 
-def summary(entries: Sequence[Entry]) -> str:
+def summary(entries: Sequence[IndexEntry]) -> str:
     """How many of which kind, in a sentence."""
     kinds = Counter(each.kind for each in _ordered(entries))
     said = ", ".join(f"{found:,} {kind}" for kind, found in kinds.items())
     return f"{count(len(entries), 'comparison')}: {said}." if entries else "No comparison was found."
 
 
-def _ordered(entries: Sequence[Entry]) -> list[Entry]:
+def _ordered(entries: Sequence[IndexEntry]) -> list[IndexEntry]:
     return sorted(entries, key=lambda each: (each.rank, each.name))

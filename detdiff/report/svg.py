@@ -69,7 +69,7 @@ def fitted(words: str, width: float, size: float = TEXT) -> str:
 
 
 @dataclass(frozen=True)
-class Places:
+class CursorPlaces:
     """Where a reader can stand in a picture: columns of ``step`` pixels from ``left`` on, in rows of (top, height)."""
 
     left: float
@@ -209,7 +209,7 @@ class Canvas:
         said: str,
         size: tuple[float, float],
         standalone: bool,
-        places: Places | None = None,
+        places: CursorPlaces | None = None,
     ) -> str:
         """The whole picture, ``size`` its natural width and height, with ``title`` and ``said`` for who cannot see it.
 
@@ -290,7 +290,7 @@ def mark(data: Callable[[float, float], str], cls: str) -> Symbol:
 
 
 @dataclass(frozen=True)
-class Linear:
+class LinearScale:
     """``low`` is drawn at ``start`` and ``high`` at ``end``."""
 
     low: float

@@ -12,7 +12,7 @@ from tiers import some_now
 
 from detdiff.report.build import build
 from detdiff.report.html import LARGEST, html
-from detdiff.report.index import Entry, index_html
+from detdiff.report.index import IndexEntry, index_html
 
 TRICKS = (
     "</script><script>alert(1)</script>",
@@ -109,9 +109,11 @@ def test_a_configuration_stands_behind_the_escapes(show: Any) -> None:
     opened.trouble.clear()
 
 
-def entries() -> list[Entry]:
+def entries() -> list[IndexEntry]:
     names = [("b", "numerics", 2), ("c", "identical", 0), ("a", "bug", 10), (TRICKS[1], "different", 1)]
-    return [Entry(name, f"{name}/a", f"{name}/b", kind, "said", n, 12, "", name) for name, kind, n in names]
+    return [
+        IndexEntry(name, f"{name}/a", f"{name}/b", kind, "said", n, 12, "", name) for name, kind, n in names
+    ]
 
 
 def test_the_index_sorts_and_filters_and_is_text(show: Any) -> None:

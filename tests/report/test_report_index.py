@@ -6,12 +6,12 @@ from made_reports import flips
 from page_tree import tree
 
 from detdiff.report.build import build
-from detdiff.report.index import Entry, index_html, index_text
+from detdiff.report.index import IndexEntry, index_html, index_text
 
 ENTRIES = (
-    Entry("same", "x/a", "x/b", "identical", "The runs are identical.", 0, 2, "", "same.html"),
-    Entry('<b>"', "y/a", "y/b", "bug", "A bug: <i>", 1, 2, "layers.0.q", "a b/<i>?#.html"),
-    Entry("odd", "z/a", "z/b", "numerics", "Rounding.", 1, 3, "layers.1.k", "javascript:alert(1)"),
+    IndexEntry("same", "x/a", "x/b", "identical", "The runs are identical.", 0, 2, "", "same.html"),
+    IndexEntry('<b>"', "y/a", "y/b", "bug", "A bug: <i>", 1, 2, "layers.0.q", "a b/<i>?#.html"),
+    IndexEntry("odd", "z/a", "z/b", "numerics", "Rounding.", 1, 3, "layers.1.k", "javascript:alert(1)"),
 )
 
 
@@ -45,7 +45,7 @@ def test_an_index_of_nothing_says_so() -> None:
 
 
 def test_an_entry_takes_its_words_from_the_report() -> None:
-    entry = Entry.of("pair", flips(), "pair.html")
+    entry = IndexEntry.of("pair", flips(), "pair.html")
     assert (entry.a, entry.b, entry.kind, entry.flips, entry.requests) == ("a", "b", "different", 1, 3)
     assert (entry.origin, entry.link) == ("layers.0.attn.k_proj", "./pair.html")
-    assert Entry.of("none", build(None)).kind == "inconclusive"
+    assert IndexEntry.of("none", build(None)).kind == "inconclusive"

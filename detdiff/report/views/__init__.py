@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from ..document import Block, Prose, Report, Subject, Table, View, ViewKind
+from ..document import Block, Prose, Report, Table, View, ViewKind, ViewSubject
 from .lens import LensView
 from .map import COLUMNS, EQUAL, ORIGIN, MapView, frame_of, grid_svg
 from .margins import MarginsView
@@ -28,7 +28,7 @@ VIEWS: Final[Mapping[str, ViewKind]] = {
 _MOST: Final = 120
 
 
-def subject_of(view: View, report: Report) -> Subject | None:
+def subject_of(view: View, report: Report) -> ViewSubject | None:
     """What a view is of, or None where the report has no series or not that request."""
     series = report.series
     found = (
@@ -36,7 +36,7 @@ def subject_of(view: View, report: Report) -> Subject | None:
     )
     if series is None or (found is None and view.request is not None):
         return None
-    return Subject(series, found, report.divergence)
+    return ViewSubject(series, found, report.divergence)
 
 
 def plot(series: Series, view: View, *, columns: int = COLUMNS, standalone: bool = False) -> str:
@@ -48,7 +48,7 @@ def plot(series: Series, view: View, *, columns: int = COLUMNS, standalone: bool
     found = next((each for each in series.requests if each.id == view.request), None)
     if found is None and view.request is not None:
         raise KeyError(view.request)
-    subject = Subject(series, found, None)
+    subject = ViewSubject(series, found, None)
     return VIEWS[view.name].picture(subject, columns=columns, standalone=standalone)
 
 
@@ -114,7 +114,7 @@ def _slugs(ids: list[str]) -> dict[str, str]:
     return slugs
 
 
-def values(view: View, subject: Subject, most: int = _MOST) -> Table:
+def values(view: View, subject: ViewSubject, most: int = _MOST) -> Table:
     """The table of a view, of at most ``most`` lines."""
     return replace(VIEWS[view.name].table(subject, min(most, _MOST)), level=0)
 

@@ -8,15 +8,15 @@ from functools import partial
 from math import isfinite
 from typing import TYPE_CHECKING, Final, Literal
 
-from ..document import Block, Item, Subject, Table
+from ..document import Block, Item, Table, ViewSubject
 from ..svg import (
     AREA,
     Axis,
     Canvas,
+    CursorPlaces,
     Drawing,
     Jump,
-    Linear,
-    Places,
+    LinearScale,
     Symbol,
     axis_label,
     coordinate,
@@ -56,8 +56,8 @@ def lens_svg(request: RequestSeries, *, columns: int = 240, standalone: bool = F
     canvas.text(left, top + 14, _cut(f"above 0: run a's token {tokens['a']}", width - left))
     top += 46
     bottom = top + _HEIGHT
-    value = Linear(-reach, reach, bottom, top)
-    x = Linear(0, layers - 1, left + 12, right - 4)
+    value = LinearScale(-reach, reach, bottom, top)
+    x = LinearScale(0, layers - 1, left + 12, right - 4)
     for tick in value.ticks(6):
         canvas.line(left, value(tick), right, value(tick), "dd-grid")
         canvas.text(left - 6, value(tick) + 4, axis_label(tick), "dd-t2", "end")
@@ -68,7 +68,7 @@ def lens_svg(request: RequestSeries, *, columns: int = 240, standalone: bool = F
     _turns(canvas, runs, x, value, (top, width))
     canvas.text(left, bottom + 14, _cut(f"below 0: run b's token {tokens['b']}", width - left))
     step = x(1) - x(0) if layers > 1 else right - left
-    places = Places(x(0) - step / 2, step, [(top - 4, bottom - top + 8)])
+    places = CursorPlaces(x(0) - step / 2, step, [(top - 4, bottom - top + 8)])
     axis = bottom + 22
     canvas.line(left, axis, right, axis, "dd-axis")
     for layer in x.whole_ticks(max(1, int((right - left) / 40))):
@@ -128,7 +128,9 @@ def _mark_at(run: Run, x: float, y: float, r: float) -> str:
     return f"M{coordinate(x - 0.9 * r)} {coordinate(y - 0.9 * r)}h{side}v{side}h-{side}z"
 
 
-def _ends(canvas: Canvas, ends: dict[Run, tuple[int, float]], x: Linear, value: Linear, right: float) -> None:
+def _ends(
+    canvas: Canvas, ends: dict[Run, tuple[int, float]], x: LinearScale, value: LinearScale, right: float
+) -> None:
     """Each line's name at its end, kept apart from the other's."""
     at = {run: value(y) + 4 for run, (_, y) in ends.items()}
     if len(at) == 2 and abs(at["a"] - at["b"]) < 14:
@@ -140,7 +142,7 @@ def _ends(canvas: Canvas, ends: dict[Run, tuple[int, float]], x: Linear, value: 
 
 
 def _turns(
-    canvas: Canvas, runs: dict[Run, Points], x: Linear, value: Linear, within: tuple[float, float]
+    canvas: Canvas, runs: dict[Run, Points], x: LinearScale, value: LinearScale, within: tuple[float, float]
 ) -> None:
     top, width = within
     for run, points in runs.items():
@@ -215,18 +217,18 @@ class LensView:
     section = "lens", "The two tokens, layer by layer"
     of_request = True
 
-    def shows(self, subject: Subject) -> bool:
+    def shows(self, subject: ViewSubject) -> bool:
         return subject.request is not None and bool(subject.request.lens)
 
-    def picture(self, subject: Subject, *, columns: int, standalone: bool) -> str:
+    def picture(self, subject: ViewSubject, *, columns: int, standalone: bool) -> str:
         assert subject.request is not None
         return lens_svg(subject.request, columns=columns, standalone=standalone)
 
-    def drawings(self, subject: Subject) -> Sequence[tuple[str, Callable[[], Drawing]]]:
+    def drawings(self, subject: ViewSubject) -> Sequence[tuple[str, Callable[[], Drawing]]]:
         assert subject.request is not None
         return [("all layers", partial(lens_drawing, subject.request))]
 
-    def table(self, subject: Subject, most: int) -> Table:
+    def table(self, subject: ViewSubject, most: int) -> Table:
         """All of few layers; of many the first, the last and those around a turn."""
         assert subject.request is not None
         points = subject.request.lens
@@ -242,7 +244,7 @@ class LensView:
             ("layer", "in a", "in b", ""), tuple(_row(points[n], n, turns) for n in kept), 2, caption
         )
 
-    def words(self, subject: Subject, columns: int) -> Iterator[Block]:
+    def words(self, subject: ViewSubject, columns: int) -> Iterator[Block]:
         table = self.table(subject, _LAYERS)
         if table.rows:
             yield Item("  the two tokens by layer: ", table.caption)

@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ..document import Block, Code, Item, Subject, Table
+from ..document import Block, Code, Item, Table, ViewSubject
 from ..svg import (
     AREA,
     SMALL,
     STEPS,
     Axis,
     Canvas,
+    CursorPlaces,
     Door,
     Drawing,
     Jump,
-    Linear,
-    Places,
+    LinearScale,
     Symbol,
     diamond,
     fitted,
@@ -83,7 +83,7 @@ def grid_svg(
     last = end if last is None else min(last, end)
     first = max(0, min(first, last))
     bins = binned(grid, first, last, columns, scale or scale_of(grid))
-    plan = _Plan.of(grid, bins, columns)
+    plan = _CellPlan.of(grid, bins, columns)
     canvas = Canvas()
     top = 4.0
     title = f"Map of {shortened(frame.request)}: {shortened(grid.name)}"
@@ -98,12 +98,12 @@ def grid_svg(
     _origins(canvas, plan, bins, top)
     height = canvas.legend(8, bottom + 40, plan.width - 16, _legend(bins, frame)) + 6
     rows = [(top + plan.row * n, plan.row) for n in range(plan.rows)]
-    places = Places(plan.left, plan.cell, rows)
+    places = CursorPlaces(plan.left, plan.cell, rows)
     return canvas.svg("dd-map", title, _said(grid, bins, frame), (plan.width, height), standalone, places)
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _CellPlan:
     """Where the cells lie: their left edge, and the width and height of one."""
 
     left: float
@@ -114,7 +114,7 @@ class _Plan:
     width: float
 
     @classmethod
-    def of(cls, grid: Grid, bins: Bins, columns: int) -> _Plan:
+    def of(cls, grid: Grid, bins: Bins, columns: int) -> _CellPlan:
         area = AREA * max(columns, _NARROWEST)
         longest = max((text_width(_short(row)) for row in grid.rows), default=0)
         left = min(max(44.0, longest + 16), area * 0.42)
@@ -144,7 +144,7 @@ def _short(row: str) -> str:
     return shortened(row.removesuffix(" the layers"))
 
 
-def _head(canvas: Canvas, plan: _Plan, bins: Bins, frame: Frame, top: float) -> float:
+def _head(canvas: Canvas, plan: _CellPlan, bins: Bins, frame: Frame, top: float) -> float:
     """The flip's name and the strip that tells the prompt from what was generated; gives the y of the first row."""
     strip = top + (33 if _flip_shown(bins, frame) else 18)
     split = plan.left + plan.cell * min(max(bins.column(frame.prompt), 0), bins.columns)
@@ -161,7 +161,7 @@ def _flip_shown(bins: Bins, frame: Frame) -> bool:
     return frame.flip is not None and bins.first <= frame.flip <= bins.last
 
 
-def _cells(canvas: Canvas, plan: _Plan, bins: Bins, top: float) -> None:
+def _cells(canvas: Canvas, plan: _CellPlan, bins: Bins, top: float) -> None:
     place = f"translate({plan.left:g} {top:g}) scale({plan.cell:.6g} {plan.row:.6g})"
     canvas.path(cell_path(bins.state == EQUAL), "dd-cells dd-equal", place)
     for step in range(STEPS):
@@ -186,7 +186,7 @@ def _cells(canvas: Canvas, plan: _Plan, bins: Bins, top: float) -> None:
     canvas.path(gaps, "dd-gap")
 
 
-def _rows(canvas: Canvas, plan: _Plan, grid: Grid, top: float) -> None:
+def _rows(canvas: Canvas, plan: _CellPlan, grid: Grid, top: float) -> None:
     every = max(1, -(-13 // max(1, int(plan.row))))
     for place, row in enumerate(grid.rows):
         if place % every == 0:
@@ -195,7 +195,7 @@ def _rows(canvas: Canvas, plan: _Plan, grid: Grid, top: float) -> None:
             canvas.text(plan.left - 6, top + plan.row * (place + 0.5) + 4, shown, anchor="end", full=full)
 
 
-def _columns(canvas: Canvas, plan: _Plan, bins: Bins, frame: Frame, top: float) -> None:
+def _columns(canvas: Canvas, plan: _CellPlan, bins: Bins, frame: Frame, top: float) -> None:
     bottom = top + plan.height
     canvas.line(plan.left, bottom, plan.right, bottom, "dd-axis")
     if bins.first < frame.prompt <= bins.last:
@@ -203,7 +203,7 @@ def _columns(canvas: Canvas, plan: _Plan, bins: Bins, frame: Frame, top: float) 
         canvas.line(x, top - 9, x, bottom, "dd-split")
     half = plan.cell / bins.width / 2
     ends = plan.left + half, plan.right - half
-    positions = Linear(bins.first, bins.last, *ends)
+    positions = LinearScale(bins.first, bins.last, *ends)
     for position in positions.whole_ticks(max(1, int((plan.right - plan.left) / 60))):
         x = positions(position)
         canvas.line(x, bottom, x, bottom + 4, "dd-axis")
@@ -220,7 +220,7 @@ def _columns(canvas: Canvas, plan: _Plan, bins: Bins, frame: Frame, top: float) 
         canvas.text(x - 9 if left else x + 9, top - 28, words, "dd-t", "end" if left else "start")
 
 
-def _origins(canvas: Canvas, plan: _Plan, bins: Bins, top: float) -> None:
+def _origins(canvas: Canvas, plan: _CellPlan, bins: Bins, top: float) -> None:
     r = min(7.0, max(5.0, 0.45 * min(plan.cell, plan.row)))
     marks = "".join(
         diamond(plan.left + plan.cell * (column + 0.5), top + plan.row * (row + 0.5), r)
@@ -631,19 +631,19 @@ class MapView:
     section = "origin", "Where it arose"
     of_request = True
 
-    def shows(self, subject: Subject) -> bool:
+    def shows(self, subject: ViewSubject) -> bool:
         return subject.request is not None and bool(subject.request.layers.rows)
 
-    def picture(self, subject: Subject, *, columns: int, standalone: bool) -> str:
+    def picture(self, subject: ViewSubject, *, columns: int, standalone: bool) -> str:
         assert subject.request is not None
         return map_svg(subject.request, columns=columns, standalone=standalone)
 
-    def drawings(self, subject: Subject) -> Sequence[tuple[str, Callable[[], Drawing]]]:
+    def drawings(self, subject: ViewSubject) -> Sequence[tuple[str, Callable[[], Drawing]]]:
         assert subject.request is not None
         origin = subject.origin
         return map_drawings(subject.series, subject.request, None if origin is None else origin.position)
 
-    def table(self, subject: Subject, most: int) -> Table:
+    def table(self, subject: ViewSubject, most: int) -> Table:
         assert subject.request is not None
         headers = ("layer", "positions", "propagated", "origins", "first", "last", "max ULP", "max relative")
         grid = subject.request.layers
@@ -655,7 +655,7 @@ class MapView:
             rows = sorted(sorted(rows, key=lambda n: (-origins_here[n], n))[:most])
         return Table(headers, tuple(_layer(grid, n) for n in rows), caption=caption)
 
-    def words(self, subject: Subject, columns: int) -> Iterator[Block]:
+    def words(self, subject: ViewSubject, columns: int) -> Iterator[Block]:
         """The map in characters, and that of the sites of the layer in which the first origin lies."""
         request = subject.request
         assert request is not None

@@ -8,16 +8,16 @@ from functools import partial
 from math import inf, isfinite
 from typing import TYPE_CHECKING, Final
 
-from ..document import Block, Item, Subject, Table
+from ..document import Block, Item, Table, ViewSubject
 from ..svg import (
     AREA,
     Axis,
     Canvas,
+    CursorPlaces,
     Drawing,
     Jump,
-    Linear,
+    LinearScale,
     Log,
-    Places,
     Symbol,
     axis_label,
     coordinate,
@@ -48,7 +48,7 @@ def margins_svg(request: RequestSeries, *, columns: int = COLUMNS, standalone: b
     movement.
     """
     data = _Data.of(request, columns)
-    plan = _Plan.of(data, columns)
+    plan = _TokenScale.of(data, columns)
     canvas, top = Canvas(), 4.0
     title = f"Margins of {shortened(request.id)}"
     if standalone:
@@ -72,7 +72,7 @@ def margins_svg(request: RequestSeries, *, columns: int = COLUMNS, standalone: b
 
 
 @dataclass(frozen=True)
-class _Place:
+class _TokenGroup:
     """Tokens that share a place: their mean index, smallest and largest margin, and the largest movement."""
 
     index: float
@@ -81,7 +81,7 @@ class _Place:
     moved: float | None
 
     @classmethod
-    def of(cls, tokens: Sequence[TokenPoint]) -> _Place:
+    def of(cls, tokens: Sequence[TokenPoint]) -> _TokenGroup:
         margins = [x for token in tokens if (x := _finite(token.margin)) is not None]
         moved = [abs(x) for token in tokens if (x := _finite(token.delta)) is not None]
         index = sum(token.index for token in tokens) / len(tokens)
@@ -98,7 +98,7 @@ class _Data:
     """The tokens and what is read from them. ``moved`` is the largest movement; ``per`` the tokens of one place."""
 
     tokens: Sequence[TokenPoint]
-    places: Sequence[_Place]
+    places: Sequence[_TokenGroup]
     flip: int | None
     moved: float | None
     per: int
@@ -109,7 +109,7 @@ class _Data:
     def of(cls, request: RequestSeries, columns: int) -> _Data:
         tokens = request.tokens_a
         per = -(-len(tokens) // (2 * columns)) if tokens else 1
-        places = [_Place.of(tokens[first : first + per]) for first in range(0, len(tokens), per)]
+        places = [_TokenGroup.of(tokens[first : first + per]) for first in range(0, len(tokens), per)]
         moved = max((place.moved for place in places if place.moved is not None), default=None)
         shown = [x for place in places for x in (place.low, place.high, place.moved) if x is not None]
         low, high = log_range(shown)
@@ -123,7 +123,7 @@ class _Data:
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _TokenScale:
     """From a token's index to its pixel."""
 
     left: float
@@ -132,7 +132,7 @@ class _Plan:
     tokens: int
 
     @classmethod
-    def of(cls, data: _Data, columns: int) -> _Plan:
+    def of(cls, data: _Data, columns: int) -> _TokenScale:
         # Where run a stopped earlier, the flip is the token that it does not have.
         tokens = max(len(data.tokens), 0 if data.flip is None else data.flip + 1)
         left, area = 58.0, AREA * columns
@@ -142,20 +142,20 @@ class _Plan:
     def x(self, index: float) -> float:
         return self.left + (self.right - self.left) * (index + 0.5) / max(1, self.tokens)
 
-    def places(self, data: _Data, scale: Log) -> Places:
+    def places(self, data: _Data, scale: Log) -> CursorPlaces:
         """One for each token, or for those that share a place."""
         step = (self.right - self.left) / max(1, self.tokens) * data.per
-        return Places(self.left, step, [(scale.end - 6, scale.floor + 4 - scale.end + 6)])
+        return CursorPlaces(self.left, step, [(scale.end - 6, scale.floor + 4 - scale.end + 6)])
 
 
-def _ground(canvas: Canvas, plan: _Plan, data: _Data, scale: Log) -> None:
+def _ground(canvas: Canvas, plan: _TokenScale, data: _Data, scale: Log) -> None:
     """Axes, and the line of the largest movement."""
     for tick in scale.ticks(8):
         canvas.line(plan.left, scale(tick), plan.right, scale(tick), "dd-grid")
         canvas.text(plan.left - 6, scale(tick) + 4, axis_label(tick), "dd-t2", "end")
     canvas.line(plan.left, scale.floor, plan.right, scale.floor, "dd-axis")
     canvas.text(plan.left - 6, scale.floor + 4, "0", "dd-t2", "end")
-    tokens = Linear(0, max(0, plan.tokens - 1), plan.x(0), plan.x(max(0, plan.tokens - 1)))
+    tokens = LinearScale(0, max(0, plan.tokens - 1), plan.x(0), plan.x(max(0, plan.tokens - 1)))
     for index in tokens.whole_ticks(max(1, int((plan.right - plan.left) / 60))):
         canvas.line(plan.x(index), scale.floor, plan.x(index), scale.floor + 4, "dd-axis")
         canvas.text(plan.x(index), scale.floor + 16, f"{index:,}", "dd-t2", "middle")
@@ -164,7 +164,7 @@ def _ground(canvas: Canvas, plan: _Plan, data: _Data, scale: Log) -> None:
         canvas.line(plan.left, scale(data.moved), plan.right, scale(data.moved), "dd-level")
 
 
-def _marks(canvas: Canvas, plan: _Plan, data: _Data, scale: Log) -> None:
+def _marks(canvas: Canvas, plan: _TokenScale, data: _Data, scale: Log) -> None:
     reach, points, moves, near = "", "", "", ""
     for place in data.places:
         x = plan.x(place.index)
@@ -289,18 +289,18 @@ class MarginsView:
     section = "margins", "Margins"
     of_request = True
 
-    def shows(self, subject: Subject) -> bool:
+    def shows(self, subject: ViewSubject) -> bool:
         return subject.request is not None and any(t.margin is not None for t in subject.request.tokens_a)
 
-    def picture(self, subject: Subject, *, columns: int, standalone: bool) -> str:
+    def picture(self, subject: ViewSubject, *, columns: int, standalone: bool) -> str:
         assert subject.request is not None
         return margins_svg(subject.request, columns=columns, standalone=standalone)
 
-    def drawings(self, subject: Subject) -> Sequence[tuple[str, Callable[[], Drawing]]]:
+    def drawings(self, subject: ViewSubject) -> Sequence[tuple[str, Callable[[], Drawing]]]:
         assert subject.request is not None
         return [("all tokens", partial(margins_drawing, subject.request))]
 
-    def table(self, subject: Subject, most: int) -> Table:
+    def table(self, subject: ViewSubject, most: int) -> Table:
         """The smallest margins first, those up to the flip before those after it."""
         assert subject.request is not None
         flip = subject.request.flip_index
@@ -323,7 +323,7 @@ class MarginsView:
         )
         return Table(("token", "text", "margin in a", "moved in b by", ""), rows, 2, caption)
 
-    def words(self, subject: Subject, columns: int) -> Iterator[Block]:
+    def words(self, subject: ViewSubject, columns: int) -> Iterator[Block]:
         table = self.table(subject, _NEAREST)
         if table.rows and subject.request is not None:
             yield Item("  nearest to another choice: ", f"{named(subject.request.id)}, {table.caption}")

@@ -9,18 +9,18 @@ from functools import cached_property, partial
 from math import sqrt
 from typing import TYPE_CHECKING, Final, Literal
 
-from ..document import Block, Item, Subject, Table
+from ..document import Block, Item, Table, ViewSubject
 from ..svg import (
     AREA,
     PATHS,
     REQUESTS,
     Axis,
     Canvas,
+    CursorPlaces,
     Drawing,
     Jump,
-    Linear,
+    LinearScale,
     Log,
-    Places,
     Symbol,
     axis_label,
     coordinate,
@@ -52,7 +52,7 @@ def timeline_svg(series: Series, *, columns: int = COLUMNS, standalone: bool = F
 
     Such a column shows its forward of the most rows, every kernel path that was taken, and whether anything was trimmed.
     """
-    plan = Plan(series, columns)
+    plan = TimelinePlan(series, columns)
     canvas, top = Canvas(), 4.0
     title = "Timeline of the forwards of both runs"
     if standalone:
@@ -75,11 +75,11 @@ def timeline_svg(series: Series, *, columns: int = COLUMNS, standalone: bool = F
         _said(plan),
         (plan.width, height),
         standalone,
-        Places(plan.left, plan.cell, lanes),
+        CursorPlaces(plan.left, plan.cell, lanes),
     )
 
 
-def _lane(canvas: Canvas, plan: Plan, run: str, top: float) -> float:
+def _lane(canvas: Canvas, plan: TimelinePlan, run: str, top: float) -> float:
     """One run; gives the y below it."""
     points = plan.run(run)
     most = max((point.rows for point in points), default=0)
@@ -101,7 +101,7 @@ def _lane(canvas: Canvas, plan: Plan, run: str, top: float) -> float:
     return below
 
 
-def _bars(canvas: Canvas, plan: Plan, run: str, scale: Linear | Log, bottom: float) -> None:
+def _bars(canvas: Canvas, plan: TimelinePlan, run: str, scale: LinearScale | Log, bottom: float) -> None:
     shapes: dict[str, list[str]] = {}
     gap = 1.5 if plan.cell >= 6 else 0.0
     dense = " dd-dense" if plan.cell < 8 else ""
@@ -135,7 +135,7 @@ def _over(phase: str, request: str) -> str:
     return {"draft": f"dd-drafted dd-{request}", "verify": "dd-verified"}.get(phase, "")
 
 
-def _path_rows(canvas: Canvas, plan: Plan, run: str, top: float) -> float:
+def _path_rows(canvas: Canvas, plan: TimelinePlan, run: str, top: float) -> float:
     """A row for each kernel path, filled where most linear sites took it."""
     columns = plan.binned(run)
     for place, path in enumerate(plan.paths):
@@ -165,7 +165,7 @@ def _path_rows(canvas: Canvas, plan: Plan, run: str, top: float) -> float:
     return top
 
 
-def _deeds(canvas: Canvas, plan: Plan, run: str, top: float) -> float:
+def _deeds(canvas: Canvas, plan: TimelinePlan, run: str, top: float) -> float:
     """Rows for cache writes, trims and other events, each where there are any in either run."""
     every = [point for each in "ab" for point in plan.run(each)]
     most = max((point.writes for point in every), default=0)
@@ -193,7 +193,7 @@ def _deeds(canvas: Canvas, plan: Plan, run: str, top: float) -> float:
     return top
 
 
-def _thresholds(canvas: Canvas, plan: Plan, run: str, scale: Linear | Log, top: float) -> None:
+def _thresholds(canvas: Canvas, plan: TimelinePlan, run: str, scale: LinearScale | Log, top: float) -> None:
     free = None
     for threshold in plan.series.thresholds:
         if threshold.run != run:
@@ -219,7 +219,7 @@ def _thresholds(canvas: Canvas, plan: Plan, run: str, scale: Linear | Log, top: 
             canvas.text(plan.right - 4, at, words, anchor="end", full=full, halo=True)
 
 
-def _moments(canvas: Canvas, plan: Plan, run: str, first: float, below: float) -> None:
+def _moments(canvas: Canvas, plan: TimelinePlan, run: str, first: float, below: float) -> None:
     for what in MOMENTS:
         # The flip's mark is lower, so that origin and flip of one forward are both seen.
         y = first - (22 if what == "origin" else 6)
@@ -250,7 +250,7 @@ def _moments(canvas: Canvas, plan: Plan, run: str, first: float, below: float) -
                 free = x + 10
 
 
-def _variants(plan: Plan, what: str, forward: int, requests: list[str]) -> list[str]:
+def _variants(plan: TimelinePlan, what: str, forward: int, requests: list[str]) -> list[str]:
     """What to write beside a mark, the most telling first."""
     short = f"{what}, forward {forward:,}"
     if len(plan.series.requests) < 2:
@@ -259,8 +259,8 @@ def _variants(plan: Plan, what: str, forward: int, requests: list[str]) -> list[
     return [f"{short} ({', '.join(shortened(id, 16) for id in requests[:2])}{more})", short, what]
 
 
-def _axis(canvas: Canvas, plan: Plan, y: float) -> None:
-    scale = Linear(0, plan.forwards - 1, plan.x(0), plan.x(plan.forwards - 1))
+def _axis(canvas: Canvas, plan: TimelinePlan, y: float) -> None:
+    scale = LinearScale(0, plan.forwards - 1, plan.x(0), plan.x(plan.forwards - 1))
     canvas.line(plan.left, y + 4, plan.right, y + 4, "dd-axis")
     for forward in scale.whole_ticks(max(1, int((plan.right - plan.left) / 60))):
         canvas.line(plan.x(forward), y + 4, plan.x(forward), y + 8, "dd-axis")
@@ -268,7 +268,7 @@ def _axis(canvas: Canvas, plan: Plan, y: float) -> None:
     canvas.text(plan.left, y + 34, "forward", "dd-t2")
 
 
-def _legend(plan: Plan) -> list[tuple[Sequence[Symbol], str]]:
+def _legend(plan: TimelinePlan) -> list[tuple[Sequence[Symbol], str]]:
     items: list[tuple[Sequence[Symbol], str]] = []
     for id in plan.requests[:REQUESTS]:
         items.append(((swatch(f"dd-{plan.classes[id]}"),), shortened(id, 30)))
@@ -307,7 +307,7 @@ def _phase(phase: str) -> Symbol:
     return draw
 
 
-def _said(plan: Plan) -> str:
+def _said(plan: TimelinePlan) -> str:
     """The picture in words."""
     parts = []
     for run in "ab":
@@ -336,7 +336,7 @@ BARS: Final = 84
 
 
 @dataclass(frozen=True)
-class Plan:
+class TimelinePlan:
     """What both lanes share: the columns, the colours of requests, the rows of kernel paths."""
 
     series: Series
@@ -434,12 +434,12 @@ class Plan:
         """Whether one row beside the most would not be seen otherwise."""
         return self.most > 8
 
-    def scale(self, bottom: float) -> Linear | Log:
+    def scale(self, bottom: float) -> LinearScale | Log:
         """From rows to pixels; no row is at ``bottom``."""
         top = bottom - BARS
         if self.logarithmic:
             return Log(0.5, float(self.most), bottom, top, bottom)
-        return Linear(0, float(max(1, self.most)), bottom, top)
+        return LinearScale(0, float(max(1, self.most)), bottom, top)
 
     def x(self, forward: int) -> float:
         """The middle of a forward's column."""
@@ -481,7 +481,7 @@ def events(point: ForwardPoint, trims: bool) -> list[str]:
 
 def timeline_drawing(series: Series) -> Drawing:
     """The picture with what is told of each forward; of those that share a column it is one that is marked, or the largest."""
-    plan = Plan(series, COLUMNS)
+    plan = TimelinePlan(series, COLUMNS)
     marks = {
         (run, forward): what for what in MOMENTS for run in "ab" for forward, _ in plan.moments(run, what)
     }
@@ -582,16 +582,16 @@ class TimelineView:
     section = "timeline", "Forwards in time"
     of_request = False
 
-    def shows(self, subject: Subject) -> bool:
+    def shows(self, subject: ViewSubject) -> bool:
         return bool(subject.series.a or subject.series.b)
 
-    def picture(self, subject: Subject, *, columns: int, standalone: bool) -> str:
+    def picture(self, subject: ViewSubject, *, columns: int, standalone: bool) -> str:
         return timeline_svg(subject.series, columns=columns, standalone=standalone)
 
-    def drawings(self, subject: Subject) -> Sequence[tuple[str, Callable[[], Drawing]]]:
+    def drawings(self, subject: ViewSubject) -> Sequence[tuple[str, Callable[[], Drawing]]]:
         return [("all forwards", partial(timeline_drawing, subject.series))]
 
-    def table(self, subject: Subject, most: int) -> Table:
+    def table(self, subject: ViewSubject, most: int) -> Table:
         """Forwards that are alike in one line; of many lines those that began or changed most."""
         series = subject.series
         lines = [
@@ -606,7 +606,7 @@ class TimelineView:
         headers = ("run", "forwards", "rows", "who", "path", "writes", "why")
         return Table(headers, tuple(lines[n].cells() for n in kept), 2, caption)
 
-    def words(self, subject: Subject, columns: int) -> Iterator[Block]:
+    def words(self, subject: ViewSubject, columns: int) -> Iterator[Block]:
         """The table, and the numbers of rows at which a run changed kernels."""
         table = self.table(subject, _MOST)
         yield Item("  forwards: ", table.caption)
