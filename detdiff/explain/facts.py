@@ -47,7 +47,7 @@ QUANTISES: Final = ("kv_bits", "kv_group_size", "kv_start")
 
 
 @dataclass(frozen=True)
-class Recorded:
+class RecordedFacts:
     """What both traces say beyond what comparing says.
 
     ``quantised_a`` and ``quantised_b`` are (position, last forward before it) of each quantisation of a cache, in order.
@@ -61,7 +61,7 @@ class Recorded:
     unknown: Mapping[int, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, a: Trace, b: Trace) -> Recorded:
+    def of(cls, a: Trace, b: Trace) -> RecordedFacts:
         """Read both traces' events and tokens."""
         return cls(
             _quantised(a),
@@ -120,7 +120,7 @@ class Facts:
     """What is known when a rule is asked. ``divergence`` is None where nothing could be compared, and ``why`` says why."""
 
     divergence: Divergence | None
-    recorded: Recorded = field(default_factory=Recorded)
+    recorded: RecordedFacts = field(default_factory=RecordedFacts)
     controls: Mapping[str, Control] = field(default_factory=dict)
     why: str = ""
     stateless: bool = True

@@ -16,7 +16,7 @@ from detdiff.trace import Trace
 
 from .case import REPEATS, Case
 from .control import NOT_RUN, Budget, CannotRun, Control, Outcome, Registered, registered
-from .facts import Facts, Recorded
+from .facts import Facts, RecordedFacts
 from .rules import RULES, decide, deciding
 from .verdict import Fragility, Verdict, fragility
 
@@ -115,7 +115,7 @@ def _without_model(sides: Sequence[Trace | Scenario]) -> Facts | None:
     if not (isinstance(a, Trace) and isinstance(b, Trace)):
         return None
     divergence = compare(a, b)
-    facts = Facts(divergence, Recorded.of(a, b))
+    facts = Facts(divergence, RecordedFacts.of(a, b))
     return facts if deciding(facts).stops == () else None
 
 
@@ -128,7 +128,7 @@ def _named(divergence: Divergence, given: Sequence[Trace | Scenario]) -> Diverge
 
 def _facts(case: Case, divergence: Divergence) -> Facts:
     stateless = all(getattr(engine, "stateless", False) for engine in case.engines.values())
-    return Facts(divergence, Recorded.of(case.a, case.b), stateless=stateless)
+    return Facts(divergence, RecordedFacts.of(case.a, case.b), stateless=stateless)
 
 
 def _run(

@@ -228,7 +228,7 @@ Side = tuple[Float64, Arithmetic, Judgement]
 
 
 @dataclass(frozen=True, eq=False)
-class Judged:
+class JudgedOrigins:
     """Origins of one site in one pair of forwards: the operation, and each side's output, arithmetic and judgement."""
 
     origin_rows: list[OriginRow]
@@ -318,7 +318,7 @@ class Scores:
 
     def __init__(self, total: int) -> None:
         self._total = total
-        self._judged: list[Judged] = []
+        self._judged: list[JudgedOrigins] = []
         self._outside: list[Outside] = []
         self._skipped: Counter[str] = Counter()
         self._changed: list[OriginRow] = []
@@ -332,7 +332,7 @@ class Scores:
         """An entry that was read otherwise than it was written: copying has a bound of zero."""
         self._changed.append(origin_row)
 
-    def add(self, judged: Judged) -> None:
+    def add(self, judged: JudgedOrigins) -> None:
         """Judged origins of one site."""
         self._judged.append(judged)
         for run, (_, arithmetic, judgement) in (("a", judged.a), ("b", judged.b)):
@@ -366,13 +366,13 @@ class Scores:
         order = sorted(self._outside, key=lambda each: each.origin_row.forward_a)
         return next((each for each in order if each.bits is None), order[0] if order else None)
 
-    def _pairs(self) -> dict[tuple[str, str | None, str | None], list[Judged]]:
-        pairs: dict[tuple[str, str | None, str | None], list[Judged]] = {}
+    def _pairs(self) -> dict[tuple[str, str | None, str | None], list[JudgedOrigins]]:
+        pairs: dict[tuple[str, str | None, str | None], list[JudgedOrigins]] = {}
         for judged in self._judged:
             pairs.setdefault(judged.origin_rows[0].group, []).append(judged)
         return pairs
 
-    def _nearer(self, judged: Sequence[Judged]) -> Sides:
+    def _nearer(self, judged: Sequence[JudgedOrigins]) -> Sides:
         joined = [
             dataclasses.replace(
                 side[0][2],
@@ -426,7 +426,9 @@ class Scores:
             "outside_where": [_where(each) for each in listed[:_LISTED]],
         }
 
-    def _pair(self, group: tuple[str, str | None, str | None], judged: Sequence[Judged]) -> dict[str, Any]:
+    def _pair(
+        self, group: tuple[str, str | None, str | None], judged: Sequence[JudgedOrigins]
+    ) -> dict[str, Any]:
         kind, path_a, path_b = group
         sides = self._nearer(judged)
         worst = [

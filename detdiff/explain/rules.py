@@ -14,7 +14,7 @@ from .verdict import Evidence, Kind, Verdict
 
 
 @dataclass(frozen=True)
-class Rule:
+class VerdictRule:
     """One row. ``when`` is the condition in words and ``holds`` the same as code; ``says`` is the verdict in words.
 
     ``because`` names the facts and controls that decide. ``stops`` names the controls after which no other one is run once
@@ -124,8 +124,8 @@ def _path(facts: Facts) -> bool:
     return _held(facts) and facts.result("oracle") == "inside"
 
 
-RULES: Final[tuple[Rule, ...]] = (
-    Rule(
+RULES: Final[tuple[VerdictRule, ...]] = (
+    VerdictRule(
         "nothing",
         "no request, row or port of the two runs can be compared",
         "undetermined",
@@ -134,7 +134,7 @@ RULES: Final[tuple[Rule, ...]] = (
         ("not_compared",),
         stops=(),
     ),
-    Rule(
+    VerdictRule(
         "served-before",
         "the same scenario gave other bits on an engine that has served nothing than on one that has, or its first request did "
         "when it was asked again at the end",
@@ -145,7 +145,7 @@ RULES: Final[tuple[Rule, ...]] = (
         sentences.advise_served,
         stops=(),
     ),
-    Rule(
+    VerdictRule(
         "repeat",
         "the same scenario, run again, gave other bits",
         "nondeterminism",
@@ -155,7 +155,7 @@ RULES: Final[tuple[Rule, ...]] = (
         sentences.advise_nondeterminism,
         stops=("fresh",),
     ),
-    Rule(
+    VerdictRule(
         "changed",
         "a trace is not repeated, and what was run in its place repeats itself: the code or the machine changed",
         "undetermined",
@@ -165,7 +165,7 @@ RULES: Final[tuple[Rule, ...]] = (
         sentences.advise_changed,
         stops=("fresh",),
     ),
-    Rule(
+    VerdictRule(
         "bookkeeping",
         "the bookkeeping contradicts the rows: an offset that is not the row's position, a trim that took off less than was "
         "asked, a cache entry that is not what was written, a rejected row that was read again, a prefix of other tokens, a page with "
@@ -177,7 +177,7 @@ RULES: Final[tuple[Rule, ...]] = (
         sentences.advise_bug,
         stops=("repeat",),
     ),
-    Rule(
+    VerdictRule(
         "not-finite",
         "a NaN or an infinity where float64 has a number, even if both runs have it",
         "bug",
@@ -187,7 +187,7 @@ RULES: Final[tuple[Rule, ...]] = (
         sentences.advise_bug,
         stops=("repeat", "finite"),
     ),
-    Rule(
+    VerdictRule(
         "identical",
         "every request of both runs was compared in whole and nothing differs",
         "identical",
@@ -196,7 +196,7 @@ RULES: Final[tuple[Rule, ...]] = (
         ("compared",),
         stops=(),
     ),
-    Rule(
+    VerdictRule(
         "observed",
         "nothing that was compared differs, and recording changed the logits of a run",
         "undetermined",
@@ -206,7 +206,7 @@ RULES: Final[tuple[Rule, ...]] = (
         sentences.advise_observed,
         stops=("repeat",),
     ),
-    Rule(
+    VerdictRule(
         "incomplete",
         "nothing that was compared differs, and something was left out",
         "undetermined",
@@ -215,7 +215,7 @@ RULES: Final[tuple[Rule, ...]] = (
         ("compared",),
         stops=(),
     ),
-    Rule(
+    VerdictRule(
         "settings",
         "the sides were asked for caches quantised otherwise; or every digest up to a flip is bit-equal and the request's "
         "sampling or limits differ",
@@ -226,7 +226,7 @@ RULES: Final[tuple[Rule, ...]] = (
         sentences.advise_configuration,
         stops=("repeat",),
     ),
-    Rule(
+    VerdictRule(
         "sampling",
         "every digest up to a flip is bit-equal, logits among them, and the settings are equal",
         "bug",
@@ -235,7 +235,7 @@ RULES: Final[tuple[Rule, ...]] = (
         ("compared",),
         stops=("repeat",),
     ),
-    Rule(
+    VerdictRule(
         "quantised",
         "the runs quantised the cache at different positions, no origin is before that, a repeat is equal, and without "
         "quantisation nothing differs",
@@ -246,7 +246,7 @@ RULES: Final[tuple[Rule, ...]] = (
         sentences.advise_configuration,
         stops=("repeat", "configuration"),
     ),
-    Rule(
+    VerdictRule(
         "leak",
         "other text of the neighbours, of the same length, changed a request, and a repeat is equal",
         "bug",
@@ -255,7 +255,7 @@ RULES: Final[tuple[Rule, ...]] = (
         ("neighbour_content", "repeat"),
         sentences.advise_bug,
     ),
-    Rule(
+    VerdictRule(
         "reading",
         "an origin at which the cache was read otherwise than it was written, a repeat is equal, and the cache was quantised "
         "alike",
@@ -265,7 +265,7 @@ RULES: Final[tuple[Rule, ...]] = (
         ("origin", "repeat"),
         sentences.advise_bug,
     ),
-    Rule(
+    VerdictRule(
         "outside",
         "an origin's output is outside the rounding bound on a side, no lower precision of its operands explains it, and a "
         "repeat is equal",
@@ -275,7 +275,7 @@ RULES: Final[tuple[Rule, ...]] = (
         ("origin", "oracle", "repeat"),
         sentences.advise_bug,
     ),
-    Rule(
+    VerdictRule(
         "precision",
         "the path changed, holding it removes the difference, a repeat is equal, and one side is inside the bound only with "
         "operands of lower precision",
@@ -285,7 +285,7 @@ RULES: Final[tuple[Rule, ...]] = (
         ("origin", "pin_kernels", "oracle", "repeat"),
         sentences.advise_precision,
     ),
-    Rule(
+    VerdictRule(
         "worse-path",
         "the path changed, holding it removes the difference, a repeat is equal, both sides are inside the bounds of their "
         "paths, and one of them is at least twice as far from float64, by an error of the size of a lower precision",
@@ -295,7 +295,7 @@ RULES: Final[tuple[Rule, ...]] = (
         ("origin", "pin_kernels", "oracle", "repeat"),
         sentences.advise_worse,
     ),
-    Rule(
+    VerdictRule(
         "path",
         "the path changed, holding it removes the difference, a repeat is equal, and both sides are inside the bound",
         "numerics",
@@ -304,7 +304,7 @@ RULES: Final[tuple[Rule, ...]] = (
         ("origin", "pin_kernels", "oracle", "repeat"),
         sentences.advise_path,
     ),
-    Rule(
+    VerdictRule(
         "undetermined",
         "none of the above: the verdict says what is missing",
         "undetermined",
@@ -318,7 +318,7 @@ RULES: Final[tuple[Rule, ...]] = (
 TABLE_START, TABLE_END = "<!-- rules -->", "<!-- end of rules -->"
 
 
-def deciding(facts: Facts) -> Rule:
+def deciding(facts: Facts) -> VerdictRule:
     """The first rule that holds."""
     return next(rule for rule in RULES if rule.holds(facts))
 
@@ -340,7 +340,7 @@ def decide(facts: Facts) -> Verdict:
     )
 
 
-def _missing(rule: Rule, facts: Facts) -> tuple[str, ...]:
+def _missing(rule: VerdictRule, facts: Facts) -> tuple[str, ...]:
     if rule.name == "incomplete":
         return sentences.left_out(facts)
     return sentences.missing(facts) if rule.name == "undetermined" else ()
@@ -367,7 +367,7 @@ def _names(names: tuple[str, ...]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
-def _ends(rule: Rule) -> str:
+def _ends(rule: VerdictRule) -> str:
     if rule.stops is None:
         return "no"
     return f"after {_names(rule.stops)}" if rule.stops else "at once"

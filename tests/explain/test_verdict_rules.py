@@ -30,7 +30,7 @@ from verdict_facts import (
 )
 
 from detdiff.compare import Finding
-from detdiff.explain.facts import CACHE_FINDINGS, CONTRADICTIONS, Facts, Recorded
+from detdiff.explain.facts import CACHE_FINDINGS, CONTRADICTIONS, Facts, RecordedFacts
 from detdiff.explain.rules import RULES, TABLE_END, TABLE_START, decide, deciding, table
 from detdiff.explain.verdict import KINDS
 
@@ -59,10 +59,10 @@ CASES: dict[str, tuple[Callable[[], Facts], Callable[[], Facts]]] = {
     "bookkeeping": (
         lambda: facts(found(diverged(), TRIM)),
         # Changed because the cache was quantised right before is no contradiction.
-        lambda: facts(found(diverged(), CHANGED), Recorded(quantised_b=((3, 1),))),
+        lambda: facts(found(diverged(), CHANGED), RecordedFacts(quantised_b=((3, 1),))),
     ),
     "not-finite": (
-        lambda: facts(equal(), Recorded(not_finite=(("b", "anchor", 3),))),
+        lambda: facts(equal(), RecordedFacts(not_finite=(("b", "anchor", 3),))),
         lambda: facts(equal(), finite="finite"),
     ),
     "identical": (
@@ -136,14 +136,14 @@ def test_every_contradiction_is_a_bug_and_other_findings_are_none(what: str, run
 
 def test_a_change_after_the_quantisation_that_explains_others_is_a_bug() -> None:
     late = replace(CHANGED, forward=5)
-    assert decide(facts(found(diverged(), CHANGED, late), Recorded(quantised_b=((3, 1),)))).kind == "bug"
+    assert decide(facts(found(diverged(), CHANGED, late), RecordedFacts(quantised_b=((3, 1),)))).kind == "bug"
     assert (
-        decide(facts(found(diverged(), replace(CHANGED, run="a")), Recorded(quantised_b=((3, 1),)))).kind
+        decide(facts(found(diverged(), replace(CHANGED, run="a")), RecordedFacts(quantised_b=((3, 1),)))).kind
         == "bug"
     )
 
 
-ODD = Recorded(unknown={0: "EvictingCache", 1: "EvictingCache"})
+ODD = RecordedFacts(unknown={0: "EvictingCache", 1: "EvictingCache"})
 
 
 @pytest.mark.parametrize("what", CACHE_FINDINGS)
@@ -160,7 +160,7 @@ def test_what_rests_on_how_an_unknown_cache_works_is_no_bug(what: str) -> None:
 
 def test_a_row_that_reads_other_entries_of_an_unknown_cache_is_no_bug() -> None:
     assert decide(facts(read())).rule == "reading"
-    assert decide(facts(read(), Recorded(unknown={0: "EvictingCache"}))).rule == "reading"
+    assert decide(facts(read(), RecordedFacts(unknown={0: "EvictingCache"}))).rule == "reading"
     verdict = decide(facts(read(), ODD, oracle=oracle("outside", changed=3), pin_kernels="remains"))
     assert verdict.kind == "undetermined"
     assert any(each.fact == "unknown_cache" for each in verdict.evidence)
@@ -172,7 +172,7 @@ def test_other_cache_settings_are_a_configuration_whatever_else_parts() -> None:
 
 
 def test_an_origin_before_the_quantisation_is_not_explained_by_it() -> None:
-    late = Recorded(quantised_a=((20, 40),), quantised_b=((32, 40),))
+    late = RecordedFacts(quantised_a=((20, 40),), quantised_b=((32, 40),))
     assert decide(facts(found(diverged(), QUANTISE), late, configuration="removed")).rule != "quantised"
 
 

@@ -16,7 +16,7 @@ from detdiff.explain.control import Figures
 from detdiff.explain.controls.finite import Finite
 from detdiff.explain.controls.oracle import OracleFound
 from detdiff.explain.controls.pin_kernels import Pinned
-from detdiff.explain.facts import Facts, Recorded
+from detdiff.explain.facts import Facts, RecordedFacts
 
 ASKS = (ANCHOR, FOLLOWER, QUIET)
 HELD = "split_rows 1024"
@@ -117,10 +117,10 @@ def oracle(result: str, **changes: Any) -> Control:
 
 
 def facts(
-    divergence: Divergence | None = None, recorded: Recorded | None = None, **results: str | Control
+    divergence: Divergence | None = None, recorded: RecordedFacts | None = None, **results: str | Control
 ) -> Facts:
     return Facts(
-        diverged() if divergence is None else divergence, recorded or Recorded(), controls(**results)
+        diverged() if divergence is None else divergence, recorded or RecordedFacts(), controls(**results)
     )
 
 
@@ -160,4 +160,4 @@ def speculated(divergence: Divergence, found: Verification = SPECULATION) -> Div
     return replace(divergence, requests=requests)
 
 
-QUANTISED = Recorded(quantised_a=((20, 1),), quantised_b=((32, 1),))
+QUANTISED = RecordedFacts(quantised_a=((20, 1),), quantised_b=((32, 1),))

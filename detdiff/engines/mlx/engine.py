@@ -33,7 +33,7 @@ from .serve import Models, OnLogits, Sessions, in_dtype, prepared, run_unrecorde
 
 if TYPE_CHECKING:
     from detdiff.explain.case import Case
-    from detdiff.explain.controls.finite import NotFinite
+    from detdiff.explain.controls.finite import NotFiniteValue
     from detdiff.explain.oracle import Operation
     from detdiff.explain.origins import Captured
 
@@ -149,7 +149,7 @@ class MlxEngine:
 
         return Patches(Reruns.of(case))
 
-    def first_not_finite(self, case: Case, side: str) -> NotFinite | None:
+    def first_not_finite(self, case: Case, side: str) -> NotFiniteValue | None:
         """See ``explain.controls.finite``."""
         from .rerun_findings import watched_for_values
         from .reruns import Reruns

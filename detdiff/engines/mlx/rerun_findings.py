@@ -16,7 +16,7 @@ from detdiff.engines.mlx.taps.forward import TARGET, Forward
 from detdiff.engines.mlx.taps.sites import Arrays, SiteMap
 from detdiff.explain.case import Side
 from detdiff.explain.control import CannotRun
-from detdiff.explain.controls.finite import NotFinite
+from detdiff.explain.controls.finite import NotFiniteValue
 from detdiff.trace import Trace
 
 from .requests import prepare
@@ -230,7 +230,7 @@ class FiniteWatch:
     """A session's recording that stops at the first output with a NaN or an infinity, padding included."""
 
     def __init__(self, run: str) -> None:
-        self.found: NotFinite | None = None
+        self.found: NotFiniteValue | None = None
         self._run = run
         self._maps: dict[str, SiteMap] = {}
         self._forward: Forward | None = None
@@ -272,7 +272,7 @@ class FiniteWatch:
                 column = forward.selected[column]
             row = slot * forward.shape[1] + column
         owner = rows_of(forward)[row] if 0 <= row < forward.rows else None
-        self.found = NotFinite(
+        self.found = NotFiniteValue(
             self._run,
             key if place is None else sites.sites[place].name,
             kind if place is None else sites.sites[place].kind,

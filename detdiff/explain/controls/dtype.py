@@ -42,7 +42,7 @@ class Scaled(Figures):
 
 
 @dataclass(frozen=True, eq=False)
-class _Value:
+class _OriginValue:
     """What the origin gave in one run, its dtype, and the tokens that its request was fed before it."""
 
     numbers: NDArray[np.float64]
@@ -83,7 +83,7 @@ def dtype(case: Case) -> Outcome:
     return Outcome("undecided", f"{said}: that can be rounding or a bug", figures)
 
 
-def _difference(a: _Value, b: _Value) -> float:
+def _difference(a: _OriginValue, b: _OriginValue) -> float:
     """How far the origin's outputs of the two runs are apart: the norm of the difference over the norm of a's."""
     if list(a.fed) != list(b.fed):
         # In another dtype the text may be another one; the two sides must still have seen the same.
@@ -92,7 +92,7 @@ def _difference(a: _Value, b: _Value) -> float:
     return float(np.linalg.norm(a.numbers - b.numbers)) / norm if norm else math.inf
 
 
-def _value(case: Case, side: Side, wanted: str | None) -> _Value:
+def _value(case: Case, side: Side, wanted: str | None) -> _OriginValue:
     from ..origins import DRAFT, Captured
 
     request, origin = case.focus, case.focus.origin
@@ -117,7 +117,9 @@ def _value(case: Case, side: Side, wanted: str | None) -> _Value:
         raise CannotRun(
             f"in this dtype side {side} ends before the row of the origin, or it is no floating value"
         )
-    return _Value(value.numbers(), NAMES[value.dtype], _fed(captured.trace, request.id, origin.position))
+    return _OriginValue(
+        value.numbers(), NAMES[value.dtype], _fed(captured.trace, request.id, origin.position)
+    )
 
 
 def _fed(trace: Any, id: str, position: int) -> list[int]:

@@ -14,7 +14,7 @@ from ..facts import Facts
 
 
 @dataclass(frozen=True)
-class NotFinite:
+class NotFiniteValue:
     """The first one of a run: ``site`` and ``forward``; ``row`` is its flat place there, and ``padding`` whether that
     belongs to no request. ``entry`` says that the cache already held one, in a place that the model never wrote so."""
 
@@ -56,7 +56,7 @@ class Finite(Figures):
 class FindsNotFinite(Protocol):
     """What an engine with the capability ``first_not_finite`` has."""
 
-    def first_not_finite(self, case: Case, side: Side) -> NotFinite | None:
+    def first_not_finite(self, case: Case, side: Side) -> NotFiniteValue | None:
         """Runs a side up to its first value that is not finite."""
 
 
@@ -68,7 +68,7 @@ def _spoken_for(facts: Facts) -> bool:
 @control("finite", after="oracle", needs=(FIRST_NOT_FINITE,), asked_by=_spoken_for)
 def finite(case: Case) -> Outcome:
     """Run both sides again, up to the first value that is not finite in each. Result ``finite`` or ``not_finite``."""
-    found: list[NotFinite] = []
+    found: list[NotFiniteValue] = []
     for side in "ab":
         engine: Any = case.engine(side)
         first = engine.first_not_finite(case, side)

@@ -12,7 +12,7 @@ from ..case import Case
 from ..control import BudgetSpent, Figures, Outcome, by_groups, control
 
 
-class Change(Protocol):
+class ChangedCall(Protocol):
     """One call of run b that took another path than run a's for some of its rows; ordered by forward and site."""
 
     @property

@@ -165,7 +165,7 @@ def _alike_forwards(a: Trace, b: Trace) -> int:
 
 
 @dataclass(frozen=True)
-class _Found:
+class _NeighbourChange:
     """Something that changed: the forward it was in, and how it is told."""
 
     forward: int
@@ -175,14 +175,14 @@ class _Found:
 def _first(request: RequestDivergence, alike: int | None) -> dict[str, Any] | None:
     """The first change, in the forwards that are alike; its cache entry beside it."""
     origin, entry = request.origin, request.cache_entry
-    found: list[_Found] = []
+    found: list[_NeighbourChange] = []
     if origin is not None:
-        found.append(_Found(origin.forward_a, _origin(origin)))
+        found.append(_NeighbourChange(origin.forward_a, _origin(origin)))
     if entry is not None:
-        found.append(_Found(entry.written_a, _entry(entry)))
+        found.append(_NeighbourChange(entry.written_a, _entry(entry)))
     if request.flip is not None and request.flip.forward_a is not None:
         where = {"where": f"token {request.flip.index}", "position": request.flip.position}
-        found.append(_Found(request.flip.forward_a, where))
+        found.append(_NeighbourChange(request.flip.forward_a, where))
     found = [each for each in found if alike is None or each.forward < alike]
     if not found:
         return None

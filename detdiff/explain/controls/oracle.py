@@ -214,7 +214,7 @@ def _groups(chosen: Sequence[OriginRow]) -> Iterator[list[OriginRow]]:
 def _judge(case: Case, sides: Sequence[Captured], group: list[OriginRow], scores: Scores) -> None:
     from detdiff_kernels import UnsupportedFormat
 
-    from ..oracle import Judged, judge
+    from ..oracle import JudgedOrigins, judge
     from ..roundings import Arithmetic
 
     first = group[0]
@@ -232,7 +232,7 @@ def _judge(case: Case, sides: Sequence[Captured], group: list[OriginRow], scores
             arithmetic = Arithmetic(call.path or "native", dtype, backend, call.rows)  # type: ignore[arg-type]
             found.append((output, arithmetic, judge(operation, output, arithmetic)))
         assert operation is not None
-        scores.add(Judged(group, operation, *found))
+        scores.add(JudgedOrigins(group, operation, *found))
     except (OracleRefused, UnsupportedFormat) as error:
         for each in group:
             scores.skip(each, str(error).partition(". ")[0])

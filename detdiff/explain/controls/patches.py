@@ -14,11 +14,11 @@ from ..control import BudgetSpent, Figures, Outcome, by_groups, control, ranges
 TRIALS = 256
 """Trials at most in a search for the smallest set; each is one forward."""
 
-Answer = int | bytes
+Decision = int | bytes
 """The token that is chosen, or a digest of the row where nothing flipped."""
 
 
-class Entry(Protocol):
+class PatchedEntry(Protocol):
     """A cache entry by layer, kind (``K`` or ``V``), head and position: a tuple of the four."""
 
     @property
@@ -39,14 +39,14 @@ class Patches(Protocol):
     """
 
     differing: Sequence[Any]
-    own: Mapping[Side, Answer]
+    own: Mapping[Side, Decision]
     ends: Mapping[Side, int]
     positions: Mapping[Side, int]
 
     def recurrent(self, side: Side) -> list[int]:
         """Layers whose state has no positions, so that it stays each run's own."""
 
-    def answer(self, side: Side, given: Sequence[Any]) -> Answer:
+    def answer(self, side: Side, given: Sequence[Any]) -> Decision:
         """What ``side`` decides with these entries of the other run. Raises BudgetSpent."""
 
 
@@ -77,7 +77,7 @@ class Patched(Figures):
     trials: int | None = None
 
 
-class _Enough(Exception):
+class _TrialsSpent(Exception):
     """The trials are used up."""
 
 
@@ -151,29 +151,29 @@ def _patch(case: Case, side: Side, results: tuple[str, str]) -> Outcome:
     return Outcome(results[0], said, Patched(**figures))
 
 
-def _smallest(pair: Patches, side: Side, wanted: Answer) -> tuple[list[Any], bool, int]:
+def _smallest(pair: Patches, side: Side, wanted: Decision) -> tuple[list[Any], bool, int]:
     best = list(pair.differing)
-    known: dict[frozenset[Entry], bool] = {}
+    known: dict[frozenset[PatchedEntry], bool] = {}
 
-    def works(some: Sequence[Entry]) -> bool:
+    def works(some: Sequence[PatchedEntry]) -> bool:
         nonlocal best
         key = frozenset(some)
         if key not in known:
             if len(known) >= TRIALS:
-                raise _Enough
+                raise _TrialsSpent
             known[key] = pair.answer(side, some) == wanted
         if known[key] and len(some) < len(best):
             best = list(some)
         return known[key]
 
-    keys: tuple[Callable[[Entry], object], ...] = (
+    keys: tuple[Callable[[PatchedEntry], object], ...] = (
         lambda entry: entry.layer,
         lambda entry: entry.position,
         lambda entry: (entry.layer, entry.position, entry.kind),
     )
     try:
         return by_groups(pair.differing, keys, works), True, len(known)
-    except (_Enough, BudgetSpent):
+    except (_TrialsSpent, BudgetSpent):
         return best, False, len(known)
 
 
