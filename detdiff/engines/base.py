@@ -237,7 +237,7 @@ def machine() -> dict[str, Any]:
 
 Int64 = NDArray[np.int64]
 UInt64 = NDArray[np.uint64]
-Wanted = Callable[[str, int, str], bool]
+WantedValues = Callable[[str, int, str], bool]
 """Whether the values of (request id, position, site) are kept."""
 
 
@@ -322,7 +322,7 @@ def write_rows(
         )
 
 
-def wanted_values(scenario: Scenario, options: RunOptions) -> Wanted | None:
+def wanted_values(scenario: Scenario, options: RunOptions) -> WantedValues | None:
     """Which values are kept beside digests; None: none at all."""
     capture = scenario.capture
     if options.values is not None:

@@ -12,7 +12,7 @@ from runs import ARCHITECTURES, PACKABLE, Runs, bits, model, scenario, values
 from tiny import FORMATS
 
 from detdiff.engines.mlx.engine import RecordOptions, generate
-from detdiff.engines.mlx.taps.forward import Forward, RowTable
+from detdiff.engines.mlx.taps.forward import Forward, ForwardRows
 from detdiff.engines.mlx.taps.recorder import Recorder
 from detdiff.engines.mlx.taps.session import Session
 from detdiff.scenario import Scenario
@@ -46,7 +46,7 @@ class Answers:
         self.rows: dict[tuple[int, int], NDArray[Any]] = {}
 
     def __call__(self, forward: Forward, logits: mx.array) -> None:
-        table = RowTable.of(forward.segments)
+        table = ForwardRows.of(forward.segments)
         found = bits(logits)
         columns = table.column.tolist()
         for i, (request, position) in enumerate(

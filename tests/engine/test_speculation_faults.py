@@ -15,7 +15,7 @@ from detdiff.compare import Divergence, compare
 from detdiff.engines.mlx import packed
 from detdiff.engines.mlx.caches import RequestCaches
 from detdiff.engines.mlx.engine import RecordOptions
-from detdiff.engines.mlx.packed import Speculation
+from detdiff.engines.mlx.packed import Speculator
 from detdiff.engines.mlx.taps.session import InjectedFault
 from detdiff.report import divergence_text, from_json, to_json
 from detdiff.scenario import Scenario
@@ -57,11 +57,11 @@ def test_nothing_is_found_where_nothing_is_wrong(sound: Trace, runs: Runs) -> No
 
 
 def test_a_draft_cache_that_is_never_trimmed(sound: Trace, runs: Runs) -> None:
-    def only_the_target(self: Speculation, request: int, rejected: int) -> None:
+    def only_the_target(self: Speculator, request: int, rejected: int) -> None:
         if rejected:
             self.target.caches.trim(request, rejected)
 
-    divergence = compare(sound, faulty(runs, patched(Speculation, "rewind", only_the_target)))
+    divergence = compare(sound, faulty(runs, patched(Speculator, "rewind", only_the_target)))
     assert divergence.stage == "bookkeeping"
     assert any("stayed in the draft's cache" in text for text in found(divergence, "stale"))
     # A draft that sees rejected rows proposes otherwise, and no token of the target changes.
@@ -117,13 +117,13 @@ def test_a_choice_taken_from_the_row_before(sound: Trace, runs: Runs) -> None:
 
 
 def test_counts_that_do_not_add_up(sound: Trace, runs: Runs) -> None:
-    native = Speculation.settle
+    native = Speculator.settle
 
-    def generous(self: Speculation, *args: Any) -> None:
+    def generous(self: Speculator, *args: Any) -> None:
         native(self, *args)
         self.counts[args[0].work.index].accepted += 1
 
-    divergence = compare(sound, faulty(runs, patched(Speculation, "settle", generous)))
+    divergence = compare(sound, faulty(runs, patched(Speculator, "settle", generous)))
     assert len(found(divergence, "acceptance")) == 3
     for request in divergence.requests:
         acceptance = request.verification and request.verification.b

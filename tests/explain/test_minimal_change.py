@@ -9,7 +9,7 @@ from tiny import tiny
 
 from detdiff.compare import compare
 from detdiff.engines.mlx.engine import RecordOptions
-from detdiff.engines.mlx.path_changes import Allowed, Change, baseline, trials
+from detdiff.engines.mlx.path_changes import Allowed, PathChange, baseline, trials
 from detdiff.engines.mlx.reruns import Changes, Reruns, rerun
 from detdiff.engines.mlx.taps.session import InjectedFault
 from detdiff.explain.case import Case
@@ -39,7 +39,7 @@ def test_the_set_alone_parts_and_nothing_can_be_left_out_of_it(runs: Runs) -> No
     case = _case(runs)
     allowed = run_control(case, "minimal_change")
     assert allowed.result == "smallest"
-    found = [Change(each["forward"], each["site"]) for each in allowed.detail["smallest"]]
+    found = [PathChange(each["forward"], each["site"]) for each in allowed.detail["smallest"]]
     tried = trials(Reruns.of(case))
     assert tried is not None and tried.happens(found)
     assert not any(tried.happens([one for one in found if one != left]) for left in found)

@@ -10,7 +10,7 @@ from mlx_lm.models.cache import BatchKVCache, KVCache, QuantizedKVCache, Rotatin
 from runs import Runs, model, scenario
 from tiers import some_now
 
-from detdiff.engines.mlx.cache_patches import Entry, differing, held, patched, put
+from detdiff.engines.mlx.cache_patches import EntryKey, differing, held, patched, put
 from detdiff.engines.mlx.caches import PagedCache, PagePool, PageTable
 from detdiff.engines.mlx.engine import RecordOptions
 from detdiff.engines.mlx.taps.session import InjectedFault
@@ -117,7 +117,7 @@ def test_entries_lie_by_position_and_can_be_replaced(make: Any, chunk: int) -> N
     for side, array in ((mine.keys, keys), (mine.values, values)):
         assert np.array_equal(np.asarray(side[0]), np.asarray(array[0, :, mine.first :]))
     other = held(_filled(make(), 23, 2, chunk)[0])
-    wanted = [Entry(0, "K", 1, 20), Entry(0, "V", 0, 22)]
+    wanted = [EntryKey(0, "K", 1, 20), EntryKey(0, "V", 0, 22)]
     put(cache, patched(mine, other, wanted))
     assert differing([held(cache)], [mine]) == wanted
     left = differing([held(cache)], [other])
@@ -127,8 +127,8 @@ def test_entries_lie_by_position_and_can_be_replaced(make: Any, chunk: int) -> N
 def test_a_quantised_entry_has_all_its_parts() -> None:
     a, b = (held(_filled(QuantizedKVCache(group_size=32, bits=4), 9, seed, 3)[0]) for seed in (1, 2))
     assert len(a.keys) == 3
-    taken = patched(a, b, [Entry(0, "V", 1, 4)])
-    assert differing([taken], [a]) == [Entry(0, "V", 1, 4)]
+    taken = patched(a, b, [EntryKey(0, "V", 1, 4)])
+    assert differing([taken], [a]) == [EntryKey(0, "V", 1, 4)]
 
 
 def test_a_padded_slot_begins_after_its_padding() -> None:
@@ -137,7 +137,7 @@ def test_a_padded_slot_begins_after_its_padding() -> None:
     cache.update_and_fetch(keys, keys)
     entries = held(cache, 1)
     assert entries.end == 5
-    put(cache, patched(entries, held(cache, 0), [Entry(0, "K", 0, 0)]), 1)
+    put(cache, patched(entries, held(cache, 0), [EntryKey(0, "K", 0, 0)]), 1)
     assert np.array_equal(np.asarray(cache.keys[1, 0, 3]), np.asarray(keys[0, 0, 0]))
     assert np.array_equal(np.asarray(cache.keys[0, :, :8]), np.asarray(keys[0]))
 

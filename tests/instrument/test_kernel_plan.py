@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from runs import Runs, model, scenario, values
 
 from detdiff.compare import compare
-from detdiff.engines.mlx.taps.kernel_plan import PathChooser, Place, weight_of
+from detdiff.engines.mlx.taps.kernel_plan import CallSite, PathChooser, weight_of
 from detdiff.engines.mlx.taps.operations import Operations
 from detdiff.errors import KernelPlanError
 from detdiff.scenario import KernelPlan, PathRule
@@ -30,7 +30,7 @@ def call(rows: int, second_last: int, op: Any = "linear") -> Call:
 
 def chosen_path(plan: PathChooser, site: str, phase: str, made: Call) -> tuple[str, str]:
     """Name and rule of the one path that all rows of a call take."""
-    ((first, last, path),) = plan.choose(Place(site, made.op, phase), made)
+    ((first, last, path),) = plan.choose(CallSite(site, made.op, phase), made)
     assert (first, last) == (0, made.rows)
     return path.name, path.rule
 
@@ -91,7 +91,7 @@ def test_forced_paths_give_the_bits_of_the_native_one(slots: int, rows: int, pat
     dtype = mx.float32 if biased else mx.bfloat16
     x = mx.random.normal((slots, rows, 64), key=mx.random.key(slots * 16 + rows)).astype(dtype)
     operations = Operations(KernelPlan(rules=(PathRule("*", "any", "1..", path),)))
-    place = Place("layers.0.self_attn.q_proj", "linear", "decode")
+    place = CallSite("layers.0.self_attn.q_proj", "linear", "decode")
     found, (taken,) = operations.linear.run(place, module, module, x)
     assert (taken.path, taken.rows, taken.second_last) == (f"forced/{path}", slots * rows, rows)
     assert found.shape == module(x).shape and found.dtype == dtype

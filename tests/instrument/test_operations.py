@@ -15,7 +15,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear, _ga
 from numpy.typing import NDArray
 from profiles import write_profile
 
-from detdiff.engines.mlx.taps.kernel_plan import Place, weight_of
+from detdiff.engines.mlx.taps.kernel_plan import CallSite, weight_of
 from detdiff.engines.mlx.taps.operations import Operations
 from detdiff.engines.mlx.taps.sites import TAPPED
 from detdiff.errors import KernelPlanError
@@ -24,8 +24,8 @@ from detdiff_kernels import Affine, Dense, kernel
 from detdiff_kernels.rounding import rounded
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
-LINEAR = Place("layers.0.mlp.up_proj", "linear", "decode")
-SWITCH = Place("layers.0.mlp.switch_mlp.up_proj", "switch", "decode")
+LINEAR = CallSite("layers.0.mlp.up_proj", "linear", "decode")
+SWITCH = CallSite("layers.0.mlp.switch_mlp.up_proj", "switch", "decode")
 
 
 def asked(path: str) -> Operations:
@@ -204,7 +204,7 @@ def test_forced_paths_of_experts_give_the_bits_of_the_native_one(
     assert calls == {"rows": [(1,)] * 12, "pad:64": [(64,)]}.get(path, [shape])
 
 
-ATTENTION = Place("layers.0.self_attn.attention", "attention", "decode")
+ATTENTION = CallSite("layers.0.self_attn.attention", "attention", "decode")
 SDPA = "candle-metal/sdpa_vector"
 
 

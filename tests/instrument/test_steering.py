@@ -11,13 +11,13 @@ from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.switch_layers import SwitchLinear, _gather_sort
 
 from detdiff.engines.mlx.taps.experts import ExpertOrder
-from detdiff.engines.mlx.taps.kernel_plan import Path, Place, Span
+from detdiff.engines.mlx.taps.kernel_plan import CallSite, Path, Span
 from detdiff.engines.mlx.taps.operations import ROW_BY_ROW, Operations
 from detdiff.scenario import KernelPlan
 
-LINEAR = Place("layers.0.mlp.up_proj", "linear", "decode")
-SWITCH = Place("layers.0.mlp.switch_mlp.up_proj", "switch", "decode")
-ATTENTION = Place("layers.0.self_attn.attention", "attention", "decode")
+LINEAR = CallSite("layers.0.mlp.up_proj", "linear", "decode")
+SWITCH = CallSite("layers.0.mlp.switch_mlp.up_proj", "switch", "decode")
+ATTENTION = CallSite("layers.0.self_attn.attention", "attention", "decode")
 
 
 def normal(*shape: int, seed: int = 0) -> mx.array:

@@ -38,7 +38,7 @@ _FORWARDS = "an engine that is a function shows answers; forwards here stand for
 
 
 @dataclass(frozen=True, eq=False)
-class _Batch:
+class _AnsweredBatch:
     """The requests of one call, by number, and their answers in the same order."""
 
     numbers: tuple[int, ...]
@@ -173,14 +173,14 @@ class FunctionEngine:
             )
         return found
 
-    def _batches(self, scenario: Scenario, asked: Sequence[EngineRequest]) -> list[_Batch]:
+    def _batches(self, scenario: Scenario, asked: Sequence[EngineRequest]) -> list[_AnsweredBatch]:
         if scenario.schedule.kind == "serial":
             return [
-                _Batch((number,), tuple(self._answers([each], Schedule("static"))))
+                _AnsweredBatch((number,), tuple(self._answers([each], Schedule("static"))))
                 for number, each in enumerate(asked)
             ]
         numbers = tuple(range(len(asked)))
-        return [_Batch(numbers, tuple(self._answers(asked, scenario.schedule)))]
+        return [_AnsweredBatch(numbers, tuple(self._answers(asked, scenario.schedule)))]
 
     def _answers(self, asked: Sequence[EngineRequest], schedule: Schedule) -> list[Answer]:
         try:
@@ -209,7 +209,7 @@ class FunctionEngine:
         self,
         scenario: Scenario,
         asked: Sequence[EngineRequest],
-        batches: Sequence[_Batch],
+        batches: Sequence[_AnsweredBatch],
         begin: Begin,
         options: RunOptions,
     ) -> None:

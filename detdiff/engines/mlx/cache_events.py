@@ -49,7 +49,7 @@ class Owners:
 @contextlib.contextmanager
 def watched(owners: Owners, event: OnEvent) -> Iterator[None]:
     """Tell ``event`` what mlx-lm's generators do to caches while the block lasts; undone on leaving, in reverse order."""
-    watch = _Watch(owners, event)
+    watch = _CacheWatch(owners, event)
     with contextlib.ExitStack() as stack:
         for owner, name, wrap in (
             (PromptProcessingBatch, "__init__", watch.merge),
@@ -70,7 +70,7 @@ def watched(owners: Owners, event: OnEvent) -> Iterator[None]:
 Native = Callable[..., Any]
 
 
-class _Watch:
+class _CacheWatch:
     """The wrappers: each runs the native function and says what it did."""
 
     def __init__(self, owners: Owners, event: OnEvent) -> None:

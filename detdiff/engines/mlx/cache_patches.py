@@ -19,14 +19,14 @@ from detdiff.explain.control import CannotRun
 from .caches import PagedCache
 from .packed import PackedEngine, Snapshot, StopRun
 from .path_changes import Baseline, baseline
-from .rerun_findings import Place, place
-from .reruns import Changes, Reruns, Run, Watch, rerun
+from .rerun_findings import DecidingRow, place
+from .reruns import Changes, Rerun, Reruns, RerunWatch, rerun
 
 Arrays = tuple[mx.array, ...]
 """Keys or values [heads, positions, width] of one request in one layer; a quantised cache has several arrays."""
 
 
-class Entry(NamedTuple):
+class EntryKey(NamedTuple):
     """A cache entry by layer, kind (``K`` or ``V``), head and position."""
 
     layer: int
@@ -35,7 +35,7 @@ class Entry(NamedTuple):
     position: int
 
 
-class Held(NamedTuple):
+class LayerEntries(NamedTuple):
     """What one layer holds of a request: positions ``first`` to ``first`` + n - 1; a recurrent layer holds none."""
 
     first: int
@@ -47,23 +47,23 @@ class Held(NamedTuple):
         return self.first + (int(self.keys[0].shape[1]) if self.keys else 0)
 
 
-def held(cache: Any, slot: int = 0) -> Held:
+def held(cache: Any, slot: int = 0) -> LayerEntries:
     """The entries of a slot of a cache, in the order of their positions. Raises CannotRun for a cache of another kind."""
     if isinstance(cache, PagedCache):
         keys, values = cache.entries()
-        return Held(0, (handle(keys)[0],), (handle(values)[0],))
+        return LayerEntries(0, (handle(keys)[0],), (handle(values)[0],))
     if isinstance(cache, ArraysCache):
-        return Held(0, (), ())
+        return LayerEntries(0, (), ())
     columns, first = _columns(cache, slot)
     places = mx.array(columns, mx.uint32)
 
     def side(value: Any) -> Arrays:
         return tuple(handle(array)[slot][:, places] for array in _arrays(value))
 
-    return Held(first, side(cache.keys), side(cache.values))
+    return LayerEntries(first, side(cache.keys), side(cache.values))
 
 
-def put(cache: Any, entries: Held, slot: int = 0) -> None:
+def put(cache: Any, entries: LayerEntries, slot: int = 0) -> None:
     """Let a cache hold ``entries``, all of which it must have places for."""
     if isinstance(cache, PagedCache):
         cache.put(entries.first, entries.keys[0][None], entries.values[0][None])
@@ -113,9 +113,9 @@ def _ring(index: int, keep: int, size: int, offset: int, count: int) -> tuple[li
     return columns, offset - count
 
 
-def differing(a: Sequence[Held], b: Sequence[Held]) -> list[Entry]:
+def differing(a: Sequence[LayerEntries], b: Sequence[LayerEntries]) -> list[EntryKey]:
     """The entries, of positions that both hold, whose bits differ, layer by layer."""
-    found: list[Entry] = []
+    found: list[EntryKey] = []
     for layer, (mine, theirs) in enumerate(zip(a, b, strict=True)):
         first, end = max(mine.first, theirs.first), min(mine.end, theirs.end)
         if first >= end:
@@ -132,7 +132,7 @@ def differing(a: Sequence[Held], b: Sequence[Held]) -> list[Entry]:
                 other = (rows[0] != rows[1]).any(axis=-1)
                 unequal = other if unequal is None else unequal | other
             assert unequal is not None
-            found += [Entry(layer, kind, int(h), first + int(p)) for h, p in np.argwhere(unequal)]
+            found += [EntryKey(layer, kind, int(h), first + int(p)) for h, p in np.argwhere(unequal)]
     return found
 
 
@@ -142,7 +142,7 @@ def _bits(array: mx.array) -> NDArray[Any]:
     return memory(whole).numpy().copy()
 
 
-def patched(own: Held, other: Held, entries: Sequence[Entry]) -> Held:
+def patched(own: LayerEntries, other: LayerEntries, entries: Sequence[EntryKey]) -> LayerEntries:
     """One layer's ``own`` entries, but for ``entries``, which are taken from ``other``."""
     sides = []
     for kind, mine, theirs in (("K", own.keys, other.keys), ("V", own.values, other.values)):
@@ -159,7 +159,7 @@ def patched(own: Held, other: Held, entries: Sequence[Entry]) -> Held:
             changed[heads, positions - own.first] = source[heads, positions - other.first]
             new.append(changed)
         sides.append(tuple(new))
-    return Held(own.first, *sides)
+    return LayerEntries(own.first, *sides)
 
 
 Answer = int | bytes
@@ -169,11 +169,11 @@ Answer = int | bytes
 class DecidingForward(Protocol):
     """Reads and tries."""
 
-    def entries(self) -> list[Held]:
+    def entries(self) -> list[LayerEntries]:
         """What each layer holds of the request."""
         ...
 
-    def answer(self, changed: Mapping[int, Held]) -> Answer:
+    def answer(self, changed: Mapping[int, LayerEntries]) -> Answer:
         """What the forward decides where these layers hold other entries."""
         ...
 
@@ -194,12 +194,12 @@ def deciding_forward(runs: Reruns, side: Side, base: Baseline) -> DecidingForwar
 class _Packed:
     runs: Reruns
     side: Side
-    place: Place
-    run: Run
+    place: DecidingRow
+    run: Rerun
     snapshot: Snapshot
 
-    def entries(self) -> list[Held]:
-        found: list[Held] = []
+    def entries(self) -> list[LayerEntries]:
+        found: list[LayerEntries] = []
 
         def before(engine: PackedEngine) -> None:
             found.extend(held(cache) for cache in engine.target.caches.of(self.place.request))
@@ -208,7 +208,7 @@ class _Packed:
         self._rerun(before)
         return found
 
-    def answer(self, changed: Mapping[int, Held]) -> Answer:
+    def answer(self, changed: Mapping[int, LayerEntries]) -> Answer:
         done = False
 
         def before(engine: PackedEngine) -> None:
@@ -221,20 +221,20 @@ class _Packed:
 
         return _answer(self._rerun(before), self.place)
 
-    def _rerun(self, before: Any) -> Run:
+    def _rerun(self, before: Any) -> Rerun:
         decided = None if before is None else lambda run: _known(run, self.place)
         return rerun(
             self.runs, self.side, Changes(start=(self.run, self.snapshot), before=before, decided=decided)
         )
 
 
-def _known(run: Run, where: Place) -> bool:
+def _known(run: Rerun, where: DecidingRow) -> bool:
     if where.index is not None:
         return len(run.tokens[where.request]) > where.index
     return where.row in run.watch.rows
 
 
-def _answer(run: Run, where: Place) -> Answer:
+def _answer(run: Rerun, where: DecidingRow) -> Answer:
     if where.index is not None:
         return run.tokens[where.request][where.index]
     return run.watch.rows[where.row] + run.watch.logits.get(where.row, b"")
@@ -243,7 +243,7 @@ def _answer(run: Run, where: Place) -> Answer:
 class _Padded:
     """mlx-lm's generators cannot be begun in the middle, but the model can be called as they would call it."""
 
-    def __init__(self, runs: Reruns, side: Side, where: Place) -> None:
+    def __init__(self, runs: Reruns, side: Side, where: DecidingRow) -> None:
         self.runs, self.side, self.place = runs, side, where
         if runs.case.scenario(side).requests[where.request].sampling.temperature and where.index is not None:
             raise CannotRun(
@@ -261,17 +261,17 @@ class _Padded:
             self._caught.append((forward, [copied(cache) for cache in caches]))
             raise StopRun
 
-    def entries(self) -> list[Held]:
+    def entries(self) -> list[LayerEntries]:
         return [held(cache, self._segment.slot) for cache in self._caches]
 
-    def answer(self, changed: Mapping[int, Held]) -> Answer:
+    def answer(self, changed: Mapping[int, LayerEntries]) -> Answer:
         session = self.runs.sessions(self.side).target
         caches = [copied(cache) for cache in self._caches]
         for layer, entries in changed.items():
             put(caches[layer], entries, self._segment.slot)
         self.runs.case.budget.begin()
         self.runs.case.budget.forward()
-        watch = Watch().of(session.sites, TARGET)
+        watch = RerunWatch().of(session.sites, TARGET)
         with session.running(watch):
             session.compose = lambda inputs, cache: self._forward
             logits = session.model(self._forward.tokens, cache=caches)
@@ -292,7 +292,7 @@ def copied(cache: Any) -> Any:
     return found
 
 
-class Patches:
+class CachePatches:
     """What the controls ``patch_in`` and ``patch_out`` ask; see their protocol there."""
 
     def __init__(self, runs: Reruns) -> None:
@@ -307,7 +307,7 @@ class Patches:
     def recurrent(self, side: Side) -> list[int]:
         return [layer for layer, held in enumerate(self._entries[side]) if not held.keys]
 
-    def answer(self, side: Side, given: Sequence[Entry]) -> Answer:
+    def answer(self, side: Side, given: Sequence[EntryKey]) -> Answer:
         mine, theirs = self._entries[side], self._entries["b" if side == "a" else "a"]
         changed = {
             layer: patched(mine[layer], theirs[layer], [e for e in given if e.layer == layer])

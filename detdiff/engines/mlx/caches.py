@@ -321,7 +321,7 @@ def make_caches(model: Module, plan: CachePlan | None = None, table: PageTable |
 
 
 @dataclass
-class _Held:
+class _HeldCaches:
     """A request's caches and the tokens whose rows they hold."""
 
     caches: list[Any]
@@ -340,7 +340,7 @@ class RequestCaches:
         self, model: Module, plan: CachePlan | None = None, event: OnEvent = silent, name: str = "target"
     ) -> None:
         self._model, self._plan, self._event, self._name = model, plan or CachePlan(), event, name
-        self._held: dict[int, _Held] = {}
+        self._held: dict[int, _HeldCaches] = {}
         self._pool: PagePool | None = None
         if self._plan.page_tokens is not None:
             self._pool = PagePool(len(make_prompt_cache(model)), self._plan.page_tokens, event, name)
@@ -359,7 +359,7 @@ class RequestCaches:
         Never the whole prompt, and not more than ``at_most``: models that run together share as much each.
         """
         table = self._table(request)
-        held = self._held[request] = _Held(make_caches(self._model, self._plan, table), [], table)
+        held = self._held[request] = _HeldCaches(make_caches(self._model, self._plan, table), [], table)
         donor, shared = self._donor(prompt) if self._plan.share_prefix else (None, 0)
         shared = shared if at_most is None else min(shared, at_most)
         if donor is None or not shared:
@@ -377,7 +377,7 @@ class RequestCaches:
         """The caches of a request, one a layer; made empty where ``begin`` was not called."""
         if request not in self._held:
             table = self._table(request)
-            self._held[request] = _Held(make_caches(self._model, self._plan, table), [], table)
+            self._held[request] = _HeldCaches(make_caches(self._model, self._plan, table), [], table)
         return self._held[request].caches
 
     def wrote(self, request: int, tokens: Sequence[int]) -> None:

@@ -17,7 +17,7 @@ from detdiff.engines import base
 from detdiff.engines.base import Begin, RunOptions, blas_in_use, chip, flags, imported, version
 from detdiff.engines.mlx.taps.entries import Selection
 from detdiff.engines.mlx.taps.forward import DRAFT, lens_logits
-from detdiff.engines.mlx.taps.recorder import Recorder, Subject
+from detdiff.engines.mlx.taps.recorder import Recorder, RecordingSettings
 from detdiff.engines.mlx.taps.session import Session
 from detdiff.engines.record import record as record_engine
 from detdiff.errors import EngineRefuses, LayoutError, OracleRefused, ScenarioError
@@ -26,7 +26,7 @@ from detdiff.trace import Site, Trace
 
 from .model import LoadedModel, encode, load
 from .model_directory import config_value
-from .path_changes import Held
+from .path_changes import SingleRowPaths
 from .requests import Work
 from .run_checks import FirstLogits, compare_logits
 from .serve import Models, OnLogits, Sessions, in_dtype, prepared, run_unrecorded, serve
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from detdiff.explain.oracle import Operation
     from detdiff.explain.origins import Captured
 
-    from .cache_patches import Patches
-    from .path_changes import PathTrials
+    from .cache_patches import CachePatches
+    from .path_changes import MinimalChangeTrials
 
 
 _CAPABILITIES: Final = frozenset(
@@ -135,19 +135,19 @@ class MlxEngine:
 
     # What controls ask beside recordings. What it takes is loaded then.
 
-    def path_trials(self, case: Case) -> PathTrials:
+    def path_trials(self, case: Case) -> MinimalChangeTrials:
         """See ``explain.controls.minimal_change``."""
-        from .path_changes import PathTrials
+        from .path_changes import MinimalChangeTrials
         from .reruns import Reruns
 
-        return PathTrials(Reruns.of(case))
+        return MinimalChangeTrials(Reruns.of(case))
 
-    def cache_patches(self, case: Case) -> Patches:
+    def cache_patches(self, case: Case) -> CachePatches:
         """See ``explain.controls.patches``."""
-        from .cache_patches import Patches
+        from .cache_patches import CachePatches
         from .reruns import Reruns
 
-        return Patches(Reruns.of(case))
+        return CachePatches(Reruns.of(case))
 
     def first_not_finite(self, case: Case, side: str) -> NotFiniteValue | None:
         """See ``explain.controls.finite``."""
@@ -250,7 +250,7 @@ def _run(
     if options.overrides.pin_kernels:
         for session in (sessions.target, sessions.draft):
             if session is not None:
-                session.steer(Held(session.operations.chooser.planned))
+                session.steer(SingleRowPaths(session.operations.chooser.planned))
     # What cannot be recorded is said before there is a trace.
     subject = _subject(scenario, models.target, work, sessions, options)
     total = sum(w.max_tokens for w in work)
@@ -325,7 +325,7 @@ def _header(scenario: Scenario, models: Models, work: list[Work], sessions: Sess
 
 def _subject(
     scenario: Scenario, loaded: LoadedModel, work: list[Work], sessions: Sessions, options: RunOptions
-) -> Subject:
+) -> RecordingSettings:
     def text(token: int) -> str:
         return str(loaded.tokenizer.decode([token]))
 
@@ -345,7 +345,7 @@ def _subject(
         else:
             selection[model] = Selection.at(options.values, sites, ids, beside=beside)
     lens = _lens(loaded.model, sessions.target) if scenario.capture.lens else None
-    return Subject(scenario.capture, ids, [len(w.prompt) for w in work], text, selection, lens)
+    return RecordingSettings(scenario.capture, ids, [len(w.prompt) for w in work], text, selection, lens)
 
 
 def _lens(model: Module, session: Session) -> Callable[[mx.array], mx.array]:

@@ -54,7 +54,7 @@ class Proposal:
 
 
 @dataclass
-class Speculation:
+class Speculator:
     """Proposes with ``draft`` and settles what the target chose; ``counts`` are by request."""
 
     target: PackedModel
@@ -215,12 +215,12 @@ class PackedEngine:
         self.clock = Clock()
         rewinds = 0 if drafting is None else drafting.drafts
         self.target = PackedModel(session, clock=self.clock, plan=plan, event=event, rewinds=rewinds)
-        self.speculation: Speculation | None = None
+        self.speculation: Speculator | None = None
         if drafting is not None:
             draft = PackedModel(
                 drafting.session, name=DRAFT, clock=self.clock, plan=plan, event=event, rewinds=rewinds
             )
-            self.speculation = Speculation(self.target, draft, drafting.drafts, event)
+            self.speculation = Speculator(self.target, draft, drafting.drafts, event)
         self._queue = _Queue()
         self._work: list[Work] = []
 

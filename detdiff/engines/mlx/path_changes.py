@@ -17,16 +17,16 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from detdiff.engines.mlx.taps.forward import Forward
-from detdiff.engines.mlx.taps.kernel_plan import NATIVE, Made, Path, Span
-from detdiff.engines.mlx.taps.kernel_plan import Place as Where
+from detdiff.engines.mlx.taps.kernel_plan import NATIVE, Path, RowComputation, Span
+from detdiff.engines.mlx.taps.kernel_plan import CallSite as Where
 from detdiff.engines.mlx.taps.operations import ROW_BY_ROW
 from detdiff.engines.mlx.taps.sites import SiteMap
 from detdiff.explain.case import Side
 from detdiff.explain.control import CannotRun
 from detdiff_kernels import Call
 
-from .rerun_findings import FlipOf, Target, divergence_of, flip_of, origin_port, place
-from .reruns import Changes, Paths, Reruns, Row, Run, rerun, rows_of
+from .rerun_findings import FlipOf, RerunTarget, divergence_of, flip_of, origin_port, place
+from .reruns import Changes, Paths, Rerun, Reruns, Row, rerun, rows_of
 
 Spans = tuple[Span, ...]
 
@@ -64,7 +64,7 @@ class Steer:
         return [] if rest else [row for row in rows for _ in range(several)]
 
 
-class Held(Steer):
+class SingleRowPaths(Steer):
     """Every call on the path that a single row takes, whatever the number of rows."""
 
     def __init__(self, plan: Callable[[Where, Call], Spans]) -> None:
@@ -83,7 +83,7 @@ class Held(Steer):
         return (Span(0, call.rows, replace(path, rows=None if path.kernel is None else 1, asked=False)),)
 
 
-class Change(NamedTuple):
+class PathChange(NamedTuple):
     """One call of run B that took another path than run A's for some of its rows: a candidate of minimal_change."""
 
     forward: int
@@ -94,9 +94,9 @@ class Change(NamedTuple):
 class PathChanges:
     """All path changes between two runs: by call of B its rows, and by row and site what A did there."""
 
-    calls: dict[Change, list[Row]] = field(default_factory=dict)
-    held: dict[tuple[str, Row], tuple[Change, Path]] = field(default_factory=dict)
-    made: dict[Change, tuple[Made, Made]] = field(default_factory=dict)
+    calls: dict[PathChange, list[Row]] = field(default_factory=dict)
+    held: dict[tuple[str, Row], tuple[PathChange, Path]] = field(default_factory=dict)
+    made: dict[PathChange, tuple[RowComputation, RowComputation]] = field(default_factory=dict)
 
     @classmethod
     def between(cls, a: Paths, b: Paths) -> PathChanges:
@@ -110,14 +110,14 @@ class PathChanges:
                 theirs = a.of(site, row)
                 if mine is None or theirs is None or mine.same_as(theirs):
                     continue
-                change = Change(forward, site)
+                change = PathChange(forward, site)
                 found.calls.setdefault(change, []).append(row)
                 found.held[site, row] = change, theirs.path_again()
                 found.made.setdefault(change, (theirs, mine))
         return found
 
 
-Kept = tuple[Change, Path]
+Kept = tuple[PathChange, Path]
 
 
 class Doubting(Steer):
@@ -128,10 +128,10 @@ class Doubting(Steer):
 
     def __init__(self) -> None:
         super().__init__()
-        self.effective: dict[Change, int] = {}
+        self.effective: dict[PathChange, int] = {}
         self._others: Spans = ()
-        self._asked: frozenset[Change] = frozenset()
-        self._open: list[tuple[frozenset[Change], int, mx.array]] = []
+        self._asked: frozenset[PathChange] = frozenset()
+        self._open: list[tuple[frozenset[PathChange], int, mx.array]] = []
 
     def begin(self, sites: SiteMap, forward: Forward) -> None:
         self.settle()
@@ -167,9 +167,9 @@ class Doubted(Doubting):
     def spans(self, place: Where, call: Call, planned: Spans) -> Spans:
         assert self.forward is not None
         rows = self.rows_at(place, call)
-        change = Change(self.forward.index, place.site)
+        change = PathChange(self.forward.index, place.site)
         own = planned[0].path
-        here = Made(own, 0 if call.op in ("attention", "switch") else call.rows)
+        here = RowComputation(own, 0 if call.op in ("attention", "switch") else call.rows)
         known: dict[Row, Kept] = {}
         for row in set(rows) - {None}:
             assert row is not None
@@ -183,7 +183,7 @@ class Doubted(Doubting):
         return planned
 
 
-def _alike(a: Made, b: Made) -> bool:
+def _alike(a: RowComputation, b: RowComputation) -> bool:
     """Without the orders of kernels, which are not known before a call: the number of rows stands for them."""
     if a.path.kernel is not None and a.path.name == b.path.name:
         return a.path.arguments == b.path.arguments and a.rows == b.rows
@@ -196,7 +196,9 @@ class Allowed(Doubting):
     With ``doubting``, each change is also computed the other way.
     """
 
-    def __init__(self, changes: PathChanges, allowed: Collection[Change], *, doubting: bool = False) -> None:
+    def __init__(
+        self, changes: PathChanges, allowed: Collection[PathChange], *, doubting: bool = False
+    ) -> None:
         super().__init__()
         self._changes, self._allowed, self._doubting = changes, frozenset(allowed), doubting
 
@@ -215,10 +217,10 @@ class Allowed(Doubting):
 
 def _spans(
     rows: list[Row | None],
-    known: Mapping[Row, tuple[Change, Path]],
+    known: Mapping[Row, tuple[PathChange, Path]],
     planned: Spans,
     call: Call,
-    holds: Callable[[Change], bool],
+    holds: Callable[[PathChange], bool],
 ) -> Spans:
     """The rows of a call as spans: A's path where a change is held, else the planned one as of the whole call."""
     paths: list[Path | None] = []
@@ -249,12 +251,12 @@ class Baseline:
     """Run a as far as b goes, run b until the target is decided; ``changes`` are b's path changes up to there, and
     ``effective`` those that moved bits on b's own inputs, with their forwards."""
 
-    a: Run
-    b: Run
-    target: Target
+    a: Rerun
+    b: Rerun
+    target: RerunTarget
     flip: FlipOf | None
     changes: PathChanges
-    effective: dict[Change, int]
+    effective: dict[PathChange, int]
     wanted: dict[tuple[str, str], Row]
 
     @property
@@ -284,7 +286,7 @@ def _baseline(runs: Reruns) -> Baseline:
     doubts.settle()
     if flip is not None and not flip.happened(b):
         raise CannotRun(f"{flip.said} did not happen when b was run again (see the control repeat)")
-    target: Target = flip if flip is not None else divergence_of(runs, a, b)
+    target: RerunTarget = flip if flip is not None else divergence_of(runs, a, b)
     changes = PathChanges.between(a.watch.paths, b.watch.paths)
     effective = {change: n for change, n in doubts.effective.items() if change in changes.calls}
     return Baseline(a, b, target, flip, changes, effective, ports[1])
@@ -298,7 +300,7 @@ def _deciding(runs: Reruns, side: Side) -> int | None:
         return None
 
 
-def _reached(runs: Reruns, forward: int) -> Callable[[Run], bool]:
+def _reached(runs: Reruns, forward: int) -> Callable[[Rerun], bool]:
     """Whether a run of a has all rows that b had when ``forward`` was done."""
     index = runs.case.b.row_index()
     needed: dict[int, int] = {}
@@ -319,18 +321,18 @@ NEVER = 1 << 60
 class _Known:
     """A run that a trial may fall together with: which changes move bits on its inputs, and how it ended."""
 
-    run: Run
-    effective: dict[Change, int]
+    run: Rerun
+    effective: dict[PathChange, int]
     happened: bool
 
-    def leaves(self, changes: Collection[Change], from_: int = 0) -> int:
+    def leaves(self, changes: Collection[PathChange], from_: int = 0) -> int:
         """The first forward, from one on, in which one of these changes would leave this run."""
         found = (n for change, n in self.effective.items() if n >= from_ and change in changes)
         return min(found, default=NEVER)
 
 
 @dataclass
-class Trials:
+class ChangeTrials:
     """Trials of one case, and what they took. ``asked`` counts those whose answer was known without a forward too."""
 
     runs: Reruns
@@ -340,9 +342,9 @@ class Trials:
     asked: int = 0
     run: int = 0
     forwards: int = 0
-    answers: dict[frozenset[Change], bool] = field(default_factory=dict)
+    answers: dict[frozenset[PathChange], bool] = field(default_factory=dict)
 
-    def happens(self, allowed: Sequence[Change]) -> bool:
+    def happens(self, allowed: Sequence[PathChange]) -> bool:
         """Whether the target still happens where only these changes are left as b has them."""
         key = frozenset(allowed)
         if key not in self.answers:
@@ -350,7 +352,7 @@ class Trials:
             self.answers[key] = self._answer(key)
         return self.answers[key]
 
-    def _answer(self, allowed: frozenset[Change]) -> bool:
+    def _answer(self, allowed: frozenset[PathChange]) -> bool:
         kept = frozenset(self.base.changes.calls) - allowed
         leaves_held, leaves_natural = self.held.leaves(allowed), self.natural.leaves(kept)
         if NEVER in (leaves_held, leaves_natural):
@@ -359,7 +361,7 @@ class Trials:
         start = known.run.snapshots.before(max(leaves_held, leaves_natural))
         answer: list[bool] = []
 
-        def decided(run: Run) -> bool:
+        def decided(run: Rerun) -> bool:
             happened = self.base.target.happened(run)
             if happened is None:
                 for each, others in ((self.held, allowed), (self.natural, kept)):
@@ -384,13 +386,13 @@ class Trials:
         return answer[0] if answer else bool(self.base.target.happened(trial))
 
 
-def _together(run: Run, known: Run) -> bool:
+def _together(run: Rerun, known: Rerun) -> bool:
     """Whether the caches of both are bit-equal now, after equal forwards."""
     n = run.last
     return 0 < n <= known.last and run.watch.chain[n - 1] == known.watch.chain[n - 1]
 
 
-def trials(runs: Reruns) -> Trials | None:
+def trials(runs: Reruns) -> ChangeTrials | None:
     """The trials of a runs, its held run done; None where no path change moves a bit in b."""
     base = baseline(runs)
     if not base.effective:
@@ -409,7 +411,7 @@ def trials(runs: Reruns) -> Trials | None:
         ),
     )
     doubts.settle()
-    return Trials(
+    return ChangeTrials(
         runs,
         base,
         _Known(held, doubts.effective, bool(base.target.happened(held))),
@@ -417,7 +419,7 @@ def trials(runs: Reruns) -> Trials | None:
     )
 
 
-class PathTrials:
+class MinimalChangeTrials:
     """What the control ``minimal_change`` asks; see its protocol there."""
 
     def __init__(self, runs: Reruns) -> None:
@@ -448,11 +450,11 @@ class PathTrials:
     def forwards(self) -> int:
         return 0 if self._trials is None else self._trials.forwards
 
-    def happens(self, allowed: Sequence[Change]) -> bool:
+    def happens(self, allowed: Sequence[PathChange]) -> bool:
         assert self._trials is not None
         return self._trials.happens(allowed)
 
-    def entry(self, change: Change) -> dict[str, Any]:
+    def entry(self, change: PathChange) -> dict[str, Any]:
         """A change as JSON values."""
         base = self.base
         made_a, made_b = base.changes.made[change]

@@ -14,7 +14,7 @@ from mlx.nn.layers.linear import Linear
 from mlx.nn.layers.quantized import QuantizedLinear
 
 from detdiff.compare.metrics import Values
-from detdiff.engines.mlx.taps.kernel_plan import NATIVE, Place
+from detdiff.engines.mlx.taps.kernel_plan import NATIVE, CallSite
 from detdiff.engines.mlx.taps.operations import Operations
 from detdiff.engines.mlx.taps.session import Session
 from detdiff.engines.mlx.taps.sites import walk
@@ -143,7 +143,7 @@ def module_operation(
 ) -> Operation:
     """A linear module as an operation; ``method`` is what is called of it."""
     operations = operations_on(on, op)
-    place = Place(PLACE, op, "decode")
+    place = CallSite(PLACE, op, "decode")
     native: Callable[[mx.array], mx.array] = getattr(module, method)
     k = width_of(module)
 

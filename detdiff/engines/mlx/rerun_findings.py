@@ -20,12 +20,12 @@ from detdiff.explain.controls.finite import NotFiniteValue
 from detdiff.trace import Trace
 
 from .requests import prepare
-from .reruns import Mark, Reruns, Row, Run, rows_of
+from .reruns import Mark, Rerun, Reruns, Row, rows_of
 from .serve import serve
 
 
 @dataclass(frozen=True)
-class Place:
+class DecidingRow:
     """The deciding row of a side: its request, position and forward; ``index`` is the token it chooses, None where the
     row's bits are asked for instead."""
 
@@ -39,7 +39,7 @@ class Place:
         return Row(TARGET, self.request, self.position)
 
 
-def place(runs: Reruns, side: Side) -> Place:
+def place(runs: Reruns, side: Side) -> DecidingRow:
     """The flip's row of the focus; without a flip its last compared row whose logits differ, or the very last one.
 
     Raises CannotRun where a side has none.
@@ -52,7 +52,7 @@ def place(runs: Reruns, side: Side) -> Place:
             raise CannotRun(
                 f"side {side} had stopped before the flip, so it has no forward to put entries into"
             )
-        return Place(number, request.flip.position, forward, request.flip.index)
+        return DecidingRow(number, request.flip.position, forward, request.flip.index)
     if request.differing_entries is None:
         raise CannotRun(f"no row of {request.id} differs, so nothing was carried")
     position = request.differing_entries.alive_at
@@ -66,7 +66,7 @@ def place(runs: Reruns, side: Side) -> Place:
     ]
     if not len(here):
         raise CannotRun(f"side {side} has no row of {request.id} at position {position}")
-    return Place(number, position, int(index.forward[here[-1]]), None)
+    return DecidingRow(number, position, int(index.forward[here[-1]]), None)
 
 
 def _logits(trace: Trace, request: int) -> dict[int, int]:
@@ -84,10 +84,10 @@ def _logits(trace: Trace, request: int) -> dict[int, int]:
     return found
 
 
-class Target(Protocol):
+class RerunTarget(Protocol):
     """Decides about a run of side b."""
 
-    def happened(self, run: Run) -> bool | None:
+    def happened(self, run: Rerun) -> bool | None:
         """Whether it did; None while that is open."""
         ...
 
@@ -110,7 +110,7 @@ class FlipOf:
     def said(self) -> str:
         return f"the flip of {self.id} at token {self.index}"
 
-    def happened(self, run: Run) -> bool | None:
+    def happened(self, run: Rerun) -> bool | None:
         got = run.tokens[self.request]
         if any(x != y for x, y in zip(got, self.tokens, strict=False)):
             return True
@@ -138,7 +138,7 @@ class DivergenceOf:
         what = "cache entries" if self.what == "rows" else "logits"
         return f"the divergence of the {what} of {self.id} at position {self.row.position}"
 
-    def happened(self, run: Run) -> bool | None:
+    def happened(self, run: Rerun) -> bool | None:
         found = (run.watch.rows if self.what == "rows" else run.watch.logits).get(self.row)
         if found is None or (run.last <= self.forward and not run.whole):
             return None
@@ -158,7 +158,7 @@ class OutputOf:
     def said(self) -> str:
         return f"the divergence of {self.mark.site} of {self.id} at position {self.mark.row.position}"
 
-    def happened(self, run: Run) -> bool | None:
+    def happened(self, run: Rerun) -> bool | None:
         found = run.watch.marks.get(self.mark)
         if found is None or (run.last <= self.forward and not run.whole):
             return None
@@ -194,7 +194,7 @@ def flip_of(runs: Reruns) -> FlipOf | None:
     return FlipOf(request.id, runs.case.number("b", request.id), flip.index, tokens, flip.a.token is None)
 
 
-def divergence_of(runs: Reruns, a: Run, b: Run) -> DivergenceOf | OutputOf:
+def divergence_of(runs: Reruns, a: Rerun, b: Rerun) -> DivergenceOf | OutputOf:
     """The first row of the focus, in b's order, whose cache entries or logits are not run a's; else its first origin.
 
     Raises CannotRun where none is.
@@ -222,7 +222,7 @@ def divergence_of(runs: Reruns, a: Run, b: Run) -> DivergenceOf | OutputOf:
     )
 
 
-class Found(Exception):
+class NotFiniteSeen(Exception):
     """Ends a run at its first value that is not finite."""
 
 
@@ -284,7 +284,7 @@ class FiniteWatch:
             bool(mx.any(mx.isnan(array)).item()),
             self._entry,
         )
-        raise Found
+        raise NotFiniteSeen
 
     def cache_call(self, key: str, keys: mx.array, values: mx.array, calls: list[tuple[Any, Any]]) -> None:
         if self._entry or self._forward is None:
@@ -319,7 +319,7 @@ def watched_for_values(runs: Reruns, side: Side) -> FiniteWatch:
     for model, sites in sessions.sites.items():
         watch.of(sites, model)
     runs.case.budget.begin()
-    with contextlib.suppress(Found), sessions.running(watch, None):
+    with contextlib.suppress(NotFiniteSeen), sessions.running(watch, None):
         serve(scenario, sessions, prepare(scenario, runs.loaded), lambda *_: None)
     runs.case.budget.spend(watch.forwards)
     return watch

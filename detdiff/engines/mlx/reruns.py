@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from detdiff.engines.mlx.taps.forward import Forward, Steering, handle, memory
-from detdiff.engines.mlx.taps.kernel_plan import Made, Taken
+from detdiff.engines.mlx.taps.kernel_plan import RowComputation, Taken
 from detdiff.engines.mlx.taps.sites import Arrays, SiteMap
 from detdiff.explain.case import Case, Side
 from detdiff.scenario import KernelPlan, Scenario
@@ -56,10 +56,10 @@ def rows_of(forward: Forward) -> list[Row | None]:
 class Paths:
     """The paths that a run took: per forward and site runs of flat rows, and where each row was (its last write)."""
 
-    forwards: dict[int, dict[str, list[tuple[range, Made]]]] = field(default_factory=dict)
+    forwards: dict[int, dict[str, list[tuple[range, RowComputation]]]] = field(default_factory=dict)
     places: dict[Row, tuple[int, int]] = field(default_factory=dict)
 
-    def of(self, site: str, row: Row) -> Made | None:
+    def of(self, site: str, row: Row) -> RowComputation | None:
         """The path of one row at a site; None where the run has no such row, or the plan had no say."""
         where = self.places.get(row)
         if where is None:
@@ -70,7 +70,7 @@ class Paths:
         return None
 
 
-class Watch:
+class RerunWatch:
     """A session's recording that keeps, per row, a digest of what it wrote to all caches, and of its logits.
 
     ``chain[n]`` digests everything written in forwards 0 to n with their compositions and inputs: where two runs agree
@@ -93,12 +93,12 @@ class Watch:
         self._writes: list[tuple[mx.array, mx.array]] = []
         self._states: list[mx.array] = []
 
-    def of(self, sites: SiteMap, model: str) -> Watch:
+    def of(self, sites: SiteMap, model: str) -> RerunWatch:
         """Tell it the sites of a model; returns itself."""
         self._maps[model] = sites
         return self
 
-    def inherit(self, other: Watch, forwards: int) -> None:
+    def inherit(self, other: RerunWatch, forwards: int) -> None:
         """Take over what ``other`` saw in its first ``forwards`` forwards."""
         mine = [row for row, forward in other.forward_of.items() if forward < forwards]
         self.rows = {row: other.rows[row] for row in mine}
@@ -319,14 +319,14 @@ class Snapshots:
 
 
 @dataclass(eq=False)
-class Run:
+class Rerun:
     """A re-run: what its watch saw, the tokens by request number, and what it took.
 
     ``from_`` is the forward that it began with, 0 for the prompt; ``whole`` says that it was not ended early.
     """
 
     side: Side
-    watch: Watch
+    watch: RerunWatch
     tokens: list[list[int]]
     snapshots: Snapshots = field(default_factory=Snapshots)
     forwards: int = 0
@@ -340,7 +340,7 @@ class Run:
         return len(self.watch.chain)
 
 
-Decided = Callable[[Run], bool]
+Decided = Callable[[Rerun], bool]
 
 
 @runtime_checkable
@@ -366,7 +366,7 @@ class Changes:
     scenario: Scenario | None = None
     steering: Steering | None = None
     decided: Decided | None = None
-    start: tuple[Run, Snapshot] | None = None
+    start: tuple[Rerun, Snapshot] | None = None
     before: Callable[[PackedEngine], None] | None = None
     begun: Callable[[Forward, Sequence[Any]], None] | None = None
     wanted: dict[tuple[str, str], Row] = field(default_factory=dict)
@@ -376,7 +376,7 @@ class Changes:
     progress: Callable[[int, int], None] | None = None
 
 
-def rerun(runs: Reruns, side: Side, changes: Changes | None = None) -> Run:
+def rerun(runs: Reruns, side: Side, changes: Changes | None = None) -> Rerun:
     """Run a side again. Raises BudgetSpent when the case's budget ends, and what the engine raises."""
     changes = changes or Changes()
     if changes.start is None and changes.progress is None:
@@ -385,7 +385,7 @@ def rerun(runs: Reruns, side: Side, changes: Changes | None = None) -> Run:
     scenario = changes.scenario or runs.case.scenario(side)
     sessions = changes.sessions or runs.sessions(side, scenario.kernels)
     runs.case.budget.begin()
-    run = Run(side, Watch(), [[] for _ in scenario.requests])
+    run = Rerun(side, RerunWatch(), [[] for _ in scenario.requests])
     run.watch = _watch(runs, run, changes, sessions)
     if changes.start is not None:
         _continue(run, *changes.start)
@@ -407,7 +407,7 @@ def rerun(runs: Reruns, side: Side, changes: Changes | None = None) -> Run:
     return run
 
 
-def _watch(runs: Reruns, run: Run, changes: Changes, sessions: Sessions) -> Watch:
+def _watch(runs: Reruns, run: Rerun, changes: Changes, sessions: Sessions) -> RerunWatch:
     padded = (changes.scenario or runs.case.scenario(run.side)).schedule.layout == "padded"
 
     def begun(forward: Forward, caches: Sequence[Any]) -> None:
@@ -417,14 +417,14 @@ def _watch(runs: Reruns, run: Run, changes: Changes, sessions: Sessions) -> Watc
         if changes.begun is not None:
             changes.begun(forward, caches)
 
-    watch = Watch(begun)
+    watch = RerunWatch(begun)
     watch.wanted = changes.wanted
     for model, sites in sessions.sites.items():
         watch.of(sites, model)
     return watch
 
 
-def _continue(run: Run, known: Run, snapshot: Snapshot) -> None:
+def _continue(run: Rerun, known: Rerun, snapshot: Snapshot) -> None:
     """Let ``run`` know of ``known`` what came before the snapshot."""
     run.from_ = snapshot.forwards
     run.watch.inherit(known.watch, snapshot.forwards)
@@ -434,7 +434,7 @@ def _continue(run: Run, known: Run, snapshot: Snapshot) -> None:
         run.tokens[n] = known.tokens[n][: len(tokens)]
 
 
-def _serve(run: Run, changes: Changes, scenario: Scenario, sessions: Sessions, work: list[Work]) -> None:
+def _serve(run: Rerun, changes: Changes, scenario: Scenario, sessions: Sessions, work: list[Work]) -> None:
     total = sum(item.max_tokens for item in work)
 
     def on_token(request: int, index: int, token: int) -> None:

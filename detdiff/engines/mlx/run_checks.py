@@ -39,7 +39,7 @@ ROUNDING = 1 / 8  # of the largest logit: far above what rounding does in a few 
 
 
 @dataclass
-class _Rows:
+class _PortRecording:
     """A session's recording that keeps the probe's rows of every port, lazily."""
 
     sites: SiteMap
@@ -96,13 +96,13 @@ def refuse_leaks(model: Module, plan: KernelPlan, staged: StagedWeights | None =
             _refuse(session.sites, together, other, change)
 
 
-def _run(session: Session, requests: tuple[Steps, ...], order: tuple[int, ...]) -> _Rows:
+def _run(session: Session, requests: tuple[Steps, ...], order: tuple[int, ...]) -> _PortRecording:
     """Prompt and decode of ``requests`` in one forward each, their rows in this ``order``; the probe is request 0."""
     work = [
         Work(i, str(i), steps[0], len(steps), 0, frozenset(), greedy_sampler)
         for i, steps in enumerate(requests)
     ]
-    rows = _Rows(session.sites)
+    rows = _PortRecording(session.sites)
     model = PackedModel(session)
     with session.running(rows):
         for step in range(len(PROBE)):
@@ -115,7 +115,7 @@ def _share(work: Work, tokens: tuple[int, ...], step: int) -> Share:
     return Share(work, start, tokens, 1, "decode" if step else "prefill")
 
 
-def _same_answers(sites: SiteMap, a: _Rows, b: _Rows) -> bool:
+def _same_answers(sites: SiteMap, a: _PortRecording, b: _PortRecording) -> bool:
     """Blocks and logits only: what is wrong inside a block and not after it harms nobody."""
     ports = [sites.ports[key, "out"] for key in (*sites.blocks, "logits")]
     keys = [(step, port) for step in range(len(PROBE)) for port in ports]
@@ -130,7 +130,7 @@ def _bits(array: mx.array) -> NDArray[Any]:
     return memory(array).numpy()
 
 
-def _refuse(sites: SiteMap, a: _Rows, b: _Rows, change: str) -> None:
+def _refuse(sites: SiteMap, a: _PortRecording, b: _PortRecording, change: str) -> None:
     names = {port: key for key, port in sites.ports.items()}
     step, port = next(key for key in sorted(a.seen) if not _equal(a.seen[key], b.seen[key]))
     key, name = names[port]
@@ -145,7 +145,7 @@ def _refuse(sites: SiteMap, a: _Rows, b: _Rows, change: str) -> None:
     )
 
 
-def _close(sites: SiteMap, a: _Rows, b: _Rows) -> bool:
+def _close(sites: SiteMap, a: _PortRecording, b: _PortRecording) -> bool:
     """Whether logits differ by rounding at most: a kernel chosen by the number of rows is no leak."""
     port = sites.ports["logits", "out"]
     for step in range(len(PROBE)):
@@ -155,7 +155,7 @@ def _close(sites: SiteMap, a: _Rows, b: _Rows) -> bool:
     return True
 
 
-class Enough(Exception):
+class LogitsSeen(Exception):
     """Ends a run whose logits have all been seen."""
 
 
@@ -172,7 +172,7 @@ class FirstLogits:
             # Only the last column is used by mlx-lm; the rest may never be computed.
             self.kept.append(handle(logits))
         if self._stop and len(self.kept) >= self.limit:
-            raise Enough
+            raise LogitsSeen
 
 
 def compare_logits(traced: FirstLogits, again: Callable[[FirstLogits], None]) -> dict[str, Any]:
@@ -183,7 +183,7 @@ def compare_logits(traced: FirstLogits, again: Callable[[FirstLogits], None]) ->
     untraced = FirstLogits(count, stop=True)
     try:
         again(untraced)
-    except Enough:
+    except LogitsSeen:
         pass
     equal = len(untraced.kept) == count and all(
         _same_bits(a, b) for a, b in zip(traced.kept, untraced.kept, strict=True)

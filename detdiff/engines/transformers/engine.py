@@ -30,8 +30,8 @@ from detdiff.scenario import CachePlan, KernelPlan, Scenario, Schedule, nearest
 from detdiff.trace import Site
 
 from .linear_sites import load_torch, operation_of
-from .recorder import Batch, Recorder
-from .sites import SiteMap, discover, replaced
+from .recorder import Batch, TorchRecorder
+from .sites import TorchSites, discover, replaced
 from .taps import implementations, pinned, tapped
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ _LACKS: Final = {
 }
 
 
-class _Enough(Exception):
+class _AllLogitsSeen(Exception):
     """Ends a run whose logits have all been seen."""
 
 
@@ -188,7 +188,7 @@ class TransformersEngine:
         return frozenset(self._ends())
 
     @cached_property
-    def sites(self) -> SiteMap:
+    def sites(self) -> TorchSites:
         """The model's sites, found by two short forwards."""
         return discover(
             self._torch,
@@ -256,7 +256,7 @@ class TransformersEngine:
             if options.progress is not None:
                 options.progress(count, total)
 
-        recorder = Recorder(
+        recorder = TorchRecorder(
             self._torch,
             sites,
             writer,
@@ -343,7 +343,7 @@ class TransformersEngine:
     def _serve(
         self,
         batch: Batch,
-        recorder: Recorder | None,
+        recorder: TorchRecorder | None,
         logits: list[Any],
         options: RunOptions,
         enough: int | None = None,
@@ -369,7 +369,7 @@ class TransformersEngine:
                 return
             logits.append(output.logits[:, -1].clone())
             if len(logits) >= (enough or 0):
-                raise _Enough
+                raise _AllLogitsSeen
 
         with contextlib.ExitStack() as stack:
             if options.overrides.pin_kernels:
@@ -390,7 +390,7 @@ class TransformersEngine:
             stack.enter_context(torch.inference_mode())
             try:
                 found = self._generate(ids, mask, batch, options.overrides.pin_kernels)
-            except _Enough:
+            except _AllLogitsSeen:
                 return
         if recorder is not None:
             recorder.chosen(found[:, -1].cpu().numpy())

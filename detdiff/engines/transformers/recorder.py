@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from detdiff.engines.base import PortRows, RowTable, Wanted, forward_line, write_rows
+from detdiff.engines.base import PortRows, RowTable, WantedValues, forward_line, write_rows
 from detdiff.trace import (
     Generated,
     TraceWriter,
@@ -19,7 +19,7 @@ from detdiff.trace import (
     ports_of,
 )
 
-from .sites import SiteMap, TorchSite
+from .sites import TorchSite, TorchSites
 
 UInt64 = NDArray[np.uint64]
 Int64 = NDArray[np.int64]
@@ -62,16 +62,16 @@ class _Cache:
     before: tuple[Any, Any] | None = None
 
 
-class Recorder:
+class TorchRecorder:
     """Writes the forwards of one batch after the other."""
 
     def __init__(
         self,
         torch: Any,
-        sites: SiteMap,
+        sites: TorchSites,
         writer: TraceWriter,
         ids: Sequence[str],
-        wanted: Wanted | None,
+        wanted: WantedValues | None,
         top: int,
         on_token: Callable[[int], None],
         text: Callable[[int], str],

@@ -20,7 +20,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Layout:
+class RowAxes:
     """Where a tensor has requests and positions. ``batch`` None: it is the same for all requests; ``flat``: one axis for
     both, request by request."""
 
@@ -29,7 +29,7 @@ class Layout:
     flat: bool = False
 
     @classmethod
-    def of(cls, shapes: list[Shape]) -> Layout | None:
+    def of(cls, shapes: list[Shape]) -> RowAxes | None:
         """The layout of tensors that the two probes saw; None where they have no rows, or more than one reading."""
         if len(shapes) != len(PROBES) or len({len(shape) for shape in shapes}) != 1:
             return None
@@ -76,12 +76,12 @@ class TorchSite:
     """A site and the layouts of its input and output."""
 
     site: Site
-    given: Layout | None
-    made: Layout | None
+    given: RowAxes | None
+    made: RowAxes | None
 
 
 @dataclass(frozen=True)
-class SiteMap:
+class TorchSites:
     """The sites of a model in the order in which a forward ends them; ``head`` names the output projection.
 
     ``caches`` are the layers whose attention was seen, by the attention module's name: (layer, heads of keys, heads of
@@ -117,7 +117,7 @@ def call_names(name: str, seen: dict[str, int]) -> str:
     return name if seen[name] == 1 else f"{name}#{seen[name]}"
 
 
-def discover(torch: Any, model: Any, tap: Any) -> SiteMap:
+def discover(torch: Any, model: Any, tap: Any) -> TorchSites:
     """Run both probes; ``tap(observe)`` is the context that calls ``observe(name, kind, given, made)`` for modules and
     attention calls."""
     seen: list[dict[str, tuple[Shape | None, Shape | None]]] = []
@@ -145,12 +145,12 @@ def discover(torch: Any, model: Any, tap: Any) -> SiteMap:
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     head_name = next((name for name, module in modules.items() if module is head), None)
     blocks = _blocks(torch, modules)
-    drafted: list[tuple[str, str, Layout | None, Layout | None]] = []
+    drafted: list[tuple[str, str, RowAxes | None, RowAxes | None]] = []
     caches: dict[str, tuple[int | None, int, int, bool]] = {}
     for name in seen[0]:
         shapes = [each[name] for each in seen if name in each]
         given, made = (
-            Layout.of([pair[side] for pair in shapes if pair[side] is not None])  # type: ignore[misc]
+            RowAxes.of([pair[side] for pair in shapes if pair[side] is not None])  # type: ignore[misc]
             for side in (0, 1)
         )
         if made is None:
@@ -179,11 +179,11 @@ def discover(torch: Any, model: Any, tap: Any) -> SiteMap:
             if kind == "attn_block" and name not in caches
         }
     )
-    return SiteMap(tuple(sites), caches, head_name, tuple(unseen))
+    return TorchSites(tuple(sites), caches, head_name, tuple(unseen))
 
 
 def _ports(
-    name: str, kind: str, given: Layout | None, caches: dict[str, tuple[int | None, int, int, bool]]
+    name: str, kind: str, given: RowAxes | None, caches: dict[str, tuple[int | None, int, int, bool]]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     if kind == "cache_write":
         _, keys, values, before = caches[name.removesuffix(".cache.write")]

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from detdiff.trace import Rows, Value
 
 from .digests import digest_jobs, layout_job
-from .entries import Column, Kept, Ledgers, Selection, Source
-from .forward import ForwardRecord, Memory, RowTable, memory
+from .entries import DistinctValue, KeptValues, Ledgers, Selection, Source
+from .forward import ForwardRecord, ForwardRows, Memory, memory
 from .sites import SiteMap
 
 UInt64 = NDArray[np.uint64]
@@ -31,7 +31,7 @@ class Digester:
 
     def digest(self, record: ForwardRecord) -> tuple[list[Rows], list[Event]]:
         """All rows of ``record``, grouped by which ports they have, and the cache events that were noticed."""
-        table = RowTable.of(record.forward.segments)
+        table = ForwardRows.of(record.forward.segments)
         columns = record.finished + self._arrays(record, table)
         entry_columns, events = self._entries(record, table)
         columns += entry_columns
@@ -43,7 +43,7 @@ class Digester:
 
     def flush(self, record: ForwardRecord) -> None:
         """Digest what the record holds so far and let go of the arrays, so that a big forward stays small."""
-        table = RowTable.of(record.forward.segments)
+        table = ForwardRows.of(record.forward.segments)
         record.finished += self._arrays(record, table)
         entry_columns, events = self._entries(record, table)
         record.finished += entry_columns
@@ -52,7 +52,7 @@ class Digester:
         record.device.clear()
         record.caches.clear()
 
-    def _places(self, record: ForwardRecord, table: RowTable, port: int) -> tuple[NDArray[np.int64], ...]:
+    def _places(self, record: ForwardRecord, table: ForwardRows, port: int) -> tuple[NDArray[np.int64], ...]:
         """(rows, slots, columns) that a port covers."""
         everything = np.arange(len(table.request))
         selected = record.forward.selected
@@ -66,7 +66,7 @@ class Digester:
             return rows, np.zeros(len(rows), np.int64), columns
         return everything, table.slot, table.column
 
-    def _arrays(self, record: ForwardRecord, table: RowTable) -> list[Column]:
+    def _arrays(self, record: ForwardRecord, table: ForwardRows) -> list[DistinctValue]:
         if record.device:
             return [self._device_column(record, table, port) for port in sorted(record.arrays)]
         found: dict[tuple[Any, ...], list[int]] = {}
@@ -84,7 +84,7 @@ class Digester:
             kind = "state" if axis is None else "compact" if port in self._compact else "row"
             found.setdefault((kind, where.dtype, job), []).append(port)
             memories[port] = (where, axis)
-        columns: list[Column] = []
+        columns: list[DistinctValue] = []
         for kind in ("row", "compact", "state"):
             group = [(key, ports) for key, ports in found.items() if key[0] == kind]
             if not group:
@@ -95,20 +95,20 @@ class Digester:
                 kept = None
                 if self._wanted(ports):
                     kept = Source(*_by_row(*memories[ports[0]]), slots, cols).take(rows, self._keep(table))
-                columns.append(Column(ports, rows, digests[:, i], kept))
+                columns.append(DistinctValue(ports, rows, digests[:, i], kept))
         return columns
 
-    def _device_column(self, record: ForwardRecord, table: RowTable, port: int) -> Column:
+    def _device_column(self, record: ForwardRecord, table: ForwardRows, port: int) -> DistinctValue:
         rows, slots, cols = self._places(record, table, port)
         kept = None
         if self._wanted([port]):
             axis = record.axis(port)
             source = Source(*_by_row(memory(record.arrays[port]), axis), slots, cols)
             kept = source.take(rows, self._keep(table))
-        return Column([port], rows, np.asarray(record.device[port])[slots, cols], kept)
+        return DistinctValue([port], rows, np.asarray(record.device[port])[slots, cols], kept)
 
-    def _entries(self, record: ForwardRecord, table: RowTable) -> tuple[list[Column], list[Event]]:
-        columns: list[Column] = []
+    def _entries(self, record: ForwardRecord, table: ForwardRows) -> tuple[list[DistinctValue], list[Event]]:
+        columns: list[DistinctValue] = []
         events: list[Event] = []
         ports = self._sites.ports
         for call in record.caches:
@@ -120,7 +120,7 @@ class Digester:
                 kept = None
                 if folded.source is not None and self._wanted(port):
                     kept = folded.source(h).take(present, self._keep(table))
-                columns.append(Column(port, present, folded.entries[:, h], kept))
+                columns.append(DistinctValue(port, present, folded.entries[:, h], kept))
             read = [ports[f"{call.key}.read", "read"]]
             inside, _, again = call.key.rpartition(".cache")  # "#2" and so on where a module runs again
             kv = ports.get((f"{inside}.attention{again}", "kv"))
@@ -130,11 +130,11 @@ class Digester:
             if np.array_equal(folded.read, folded.written):
                 read.append(written)
             else:
-                columns.append(Column([written], present, folded.written))
-            columns.append(Column(read, present, folded.read))
+                columns.append(DistinctValue([written], present, folded.written))
+            columns.append(DistinctValue(read, present, folded.read))
         return columns, events
 
-    def _rows(self, record: ForwardRecord, table: RowTable, columns: list[Column]) -> list[Rows]:
+    def _rows(self, record: ForwardRecord, table: ForwardRows, columns: list[DistinctValue]) -> list[Rows]:
         n = len(table.request)
         n_ports = len(self._sites.ports)
         # Hundreds of columns share a few `present`, so whole blocks are moved instead of columns.
@@ -186,7 +186,7 @@ class Digester:
     def _wanted(self, ports: Sequence[int]) -> bool:
         return self._selection is not None and not self._selection.ports.isdisjoint(ports)
 
-    def _keep(self, table: RowTable) -> NDArray[np.bool_]:
+    def _keep(self, table: ForwardRows) -> NDArray[np.bool_]:
         assert self._selection is not None
         return self._selection.rows(table)
 
@@ -196,7 +196,7 @@ def _by_row(where: Memory, axis: int | None) -> tuple[NDArray[Any], str]:
     return (view[:, None] if axis is None else np.moveaxis(view, axis, 1)), where.dtype
 
 
-def _value(kept: Kept, rows: NDArray[np.int64]) -> Value:
+def _value(kept: KeptValues, rows: NDArray[np.int64]) -> Value:
     """Of the kept values those of ``rows``, addressed within them."""
     inside = np.isin(kept.rows, rows)
     places = np.searchsorted(rows, kept.rows[inside])

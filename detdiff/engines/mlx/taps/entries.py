@@ -22,7 +22,7 @@ from detdiff.trace import head_weight, position_weight
 from detdiff.trace.digest import STORAGE
 
 from .digests import digest_entries, fold_entries
-from .forward import CacheCall, Memory, RowTable, Segment, handle, memory
+from .forward import CacheCall, ForwardRows, Memory, Segment, handle, memory
 from .sites import SiteMap
 
 UInt64 = NDArray[np.uint64]
@@ -30,7 +30,7 @@ Int64 = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptValues:
     """Captured values [m, width] in storage form of the rows ``rows`` [m] of the forward's row table."""
 
     rows: Int64
@@ -39,7 +39,7 @@ class Kept:
 
 
 @dataclass(frozen=True)
-class Column:
+class DistinctValue:
     """One distinct value of a row: its digests uint64 [m] for the rows ``present`` [m] of the row table.
 
     ``ports`` are the ports that hold this value; ``kept`` the captured values, copied out of MLX's memory.
@@ -48,7 +48,7 @@ class Column:
     ports: list[int]
     present: Int64
     digests: UInt64
-    kept: Kept | None = None
+    kept: KeptValues | None = None
 
 
 @dataclass(frozen=True)
@@ -60,13 +60,13 @@ class Source:
     slots: Int64
     columns: Int64
 
-    def take(self, present: Int64, keep: NDArray[np.bool_]) -> Kept | None:
+    def take(self, present: Int64, keep: NDArray[np.bool_]) -> KeptValues | None:
         """Copies of the values of the rows ``present`` that ``keep`` (over the row table) wants."""
         wanted = np.flatnonzero(keep[present])
         if not len(wanted):
             return None
         data = self.view[self.slots[wanted], self.columns[wanted]].reshape(len(wanted), -1)
-        return Kept(present[wanted], np.ascontiguousarray(data).view(STORAGE[self.dtype]), self.dtype)
+        return KeptValues(present[wanted], np.ascontiguousarray(data).view(STORAGE[self.dtype]), self.dtype)
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class Selection:
         )
         return cls(ports, {request_ids.index(name): where for name, where in positions.items()})
 
-    def rows(self, table: RowTable) -> NDArray[np.bool_]:
+    def rows(self, table: ForwardRows) -> NDArray[np.bool_]:
         """The rows of a forward whose values are kept, bool [n]."""
         keep = np.zeros(len(table.request), bool)
         for request, where in self.positions.items():

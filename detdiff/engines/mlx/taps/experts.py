@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 from detdiff_kernels import BadOperand, Call, UnsupportedFormat
 
 from .kernel_plan import (
+    CallSite,
     Kernels,
-    Made,
     Native,
     Path,
     PathChooser,
-    Place,
+    RowComputation,
     Span,
     Taken,
     floats,
@@ -73,7 +73,7 @@ class SwitchCalls:
         self.order: ExpertOrder | None = None  # how the rows of the next call are sorted
 
     def run(
-        self, place: Place, native: Native, module: Module, args: Any, kw: Any
+        self, place: CallSite, native: Native, module: Module, args: Any, kw: Any
     ) -> tuple[mx.array, list[Taken]]:
         """The output of ``module`` for rows x [..., m, K] and their experts, whose shape the leading one of x has or
         is repeated to; and the path that gave it."""
@@ -116,7 +116,7 @@ class SwitchCalls:
                     "the path of an expert's row cannot depend on its place among the others."
                 )
             y, path = on(path)
-        made = None if self._chooser.override is None else Made(path, 0)
+        made = None if self._chooser.override is None else RowComputation(path, 0)
         return y, [Taken(rows, x.shape[-2], path.name, path.rule, made=made)]
 
     def _mixed(self, spans: tuple[Span, ...], done: dict[Path, mx.array]) -> mx.array:

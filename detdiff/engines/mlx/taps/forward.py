@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from detdiff.trace import PHASES
 from detdiff_kernels import Call
 
-from .kernel_plan import Place, Span, Taken
+from .kernel_plan import CallSite, Span, Taken
 from .sites import Arrays, SiteMap
 
 STRIDED_READ_ONLY = 0x11C  # PyBUF_FULL_RO of CPython's object.h
@@ -200,7 +200,7 @@ class Forward:
 
 
 @dataclass(frozen=True)
-class RowTable:
+class ForwardRows:
     """The rows of a forward as arrays, in the order of its segments; int64 [n] each."""
 
     request: NDArray[np.int64]
@@ -212,7 +212,7 @@ class RowTable:
     last: NDArray[np.bool_]
 
     @classmethod
-    def of(cls, segments: Sequence[Segment]) -> RowTable:
+    def of(cls, segments: Sequence[Segment]) -> ForwardRows:
         counts = [s.count for s in segments]
 
         def repeat(values: list[int]) -> NDArray[np.int64]:
@@ -331,6 +331,6 @@ class Steering(Protocol):
     """Whether ``others`` has other paths than ``spans`` had for the last call."""
 
     def begin(self, sites: SiteMap, forward: Forward) -> None: ...
-    def spans(self, place: Place, call: Call, planned: tuple[Span, ...]) -> tuple[Span, ...]: ...
-    def others(self, place: Place, call: Call, planned: tuple[Span, ...]) -> tuple[Span, ...]: ...
-    def compare(self, place: Place, taken: mx.array, other: mx.array) -> None: ...
+    def spans(self, place: CallSite, call: Call, planned: tuple[Span, ...]) -> tuple[Span, ...]: ...
+    def others(self, place: CallSite, call: Call, planned: tuple[Span, ...]) -> tuple[Span, ...]: ...
+    def compare(self, place: CallSite, taken: mx.array, other: mx.array) -> None: ...

@@ -221,7 +221,7 @@ class Span(NamedTuple):
     path: Path
 
 
-class Place(NamedTuple):
+class CallSite(NamedTuple):
     """Where a call is made: the site's name, its kind of operation, the forward's phase.
 
     ``columns`` are those of the forward that a call per request is for; only an override is told them.
@@ -233,7 +233,7 @@ class Place(NamedTuple):
     columns: range | None = None
 
 
-class Made(NamedTuple):
+class RowComputation(NamedTuple):
     """All that decides a row's bits but the row: the path, the rows of the call, and the order of a reference kernel."""
 
     path: Path
@@ -244,7 +244,7 @@ class Made(NamedTuple):
         """The path that gives the same in a call of any other number of rows."""
         return Path(self.path.name, self.path.rule, arguments=self.path.arguments, rows=self.rows or None)
 
-    def same_as(self, other: Made) -> bool:
+    def same_as(self, other: RowComputation) -> bool:
         """Whether a row of one call is computed as in the other. What has no order is told apart by its rows."""
         a, b = self.path, other.path
         if a.kernel is not None or b.kernel is not None:
@@ -269,10 +269,10 @@ class Taken(NamedTuple):
     path: str
     rule: str
     at: range | None = None
-    made: Made | None = None
+    made: RowComputation | None = None
 
 
-Override = Callable[[Place, Call, "tuple[Span, ...]"], "tuple[Span, ...]"]
+Override = Callable[[CallSite, Call, "tuple[Span, ...]"], "tuple[Span, ...]"]
 """May answer a call with other paths than those that the plan chose; spans of linear calls cover ``rows``, those of
 attention ``batch`` times ``rows``."""
 
@@ -286,7 +286,7 @@ class PathChooser:
     def __init__(self, plan: KernelPlan) -> None:
         self._plan = plan
         self._profile: Profile | None = _profile(plan.profile) if plan.profile else None
-        self._known: dict[tuple[Place | None, Call], tuple[Span, ...]] = {}
+        self._known: dict[tuple[CallSite | None, Call], tuple[Span, ...]] = {}
         self.override: Override | None = None
         for rule in plan.rules:
             self._check(rule)
@@ -322,12 +322,12 @@ class PathChooser:
                     f"take; expected {_expected(first.kind)}. Correct the path or the pattern."
                 )
 
-    def choose(self, place: Place, call: Call) -> tuple[Span, ...]:
+    def choose(self, place: CallSite, call: Call) -> tuple[Span, ...]:
         """The paths of one call's rows, first to last; mostly one for all."""
         planned = self.planned(place, call)
         return planned if self.override is None else self.override(place, call, planned)
 
-    def planned(self, place: Place, call: Call) -> tuple[Span, ...]:
+    def planned(self, place: CallSite, call: Call) -> tuple[Span, ...]:
         """The same by the plan alone."""
         if place.columns is not None:
             place = place._replace(columns=None)
@@ -340,7 +340,7 @@ class PathChooser:
             found = self._known[key] = self._chosen(place, call)
         return found
 
-    def _chosen(self, place: Place, call: Call) -> tuple[Span, ...]:
+    def _chosen(self, place: CallSite, call: Call) -> tuple[Span, ...]:
         for rule in self._plan.rules:
             if (
                 fnmatchcase(place.site, rule.site)

@@ -16,14 +16,14 @@ from detdiff_kernels.staging import summed
 
 from .experts import SwitchCalls
 from .kernel_plan import (
+    CallSite,
     Kernels,
-    Made,
     Native,
     Operand,
     Path,
     PathChooser,
-    Place,
     Prepared,
+    RowComputation,
     Span,
     StagedWeights,
     Taken,
@@ -48,10 +48,10 @@ class LinearCalls:
 
     def __init__(self, chooser: PathChooser, kernels: Kernels) -> None:
         self._chooser, self._kernels = chooser, kernels
-        self._known: dict[tuple[Place, tuple[int, ...], mx.Dtype], _Planned] = {}
+        self._known: dict[tuple[CallSite, tuple[int, ...], mx.Dtype], _Planned] = {}
 
     def run(
-        self, place: Place, native: Native, module: Module, x: mx.array, method: str = "__call__"
+        self, place: CallSite, native: Native, module: Module, x: mx.array, method: str = "__call__"
     ) -> tuple[mx.array, tuple[Taken, ...]]:
         """The output of ``module`` for ``x`` [..., K], and the paths that gave it; ``method`` is what is called."""
         planned = self._planned(place, module, x, method)
@@ -65,11 +65,13 @@ class LinearCalls:
         ]
         return mx.concatenate(parts, axis=1).reshape(*x.shape[:-1], -1), planned.taken
 
-    def paths(self, place: Place, module: Module, x: mx.array, method: str = "__call__") -> tuple[Taken, ...]:
+    def paths(
+        self, place: CallSite, module: Module, x: mx.array, method: str = "__call__"
+    ) -> tuple[Taken, ...]:
         """The paths that ``run`` would take; nothing of ``x`` but its shape and dtype is looked at."""
         return self._planned(place, module, x, method).taken
 
-    def _planned(self, place: Place, module: Module, x: mx.array, method: str) -> _Planned:
+    def _planned(self, place: CallSite, module: Module, x: mx.array, method: str) -> _Planned:
         if self._chooser.override is not None:
             return self._plan(place, module, x, method)
         key = (place, tuple(x.shape), x.dtype)
@@ -80,7 +82,7 @@ class LinearCalls:
             found = self._known[key] = self._plan(place, module, x, method)
         return found
 
-    def _plan(self, place: Place, module: Module, x: mx.array, method: str) -> _Planned:
+    def _plan(self, place: CallSite, module: Module, x: mx.array, method: str) -> _Planned:
         facts = operand(module, x, method)
         call = linear_call(place.op, x, facts)
         spans = [self._prepared(span, module, facts) for span in self._chooser.choose(place, call)]
@@ -110,13 +112,13 @@ class LinearCalls:
             return span._replace(path=span.path.left_native(str(error))), None
 
 
-def _made(span: Span, kernel: Prepared | None) -> Made:
+def _made(span: Span, kernel: Prepared | None) -> RowComputation:
     # A span is run as a call of its own rows, whatever else is in the call.
     rows = span.path.rows or span.last - span.first
     if kernel is None:
-        return Made(span.path, rows)
+        return RowComputation(span.path, rows)
     order = kernel.kernel.order_for(kernel.staged.weight, kernel.staged.dtype, rows)
-    return Made(span.path, rows, order)
+    return RowComputation(span.path, rows, order)
 
 
 def _on_path(
@@ -202,7 +204,7 @@ class AttentionCalls:
     def __init__(self, chooser: PathChooser, kernels: Kernels) -> None:
         self._chooser, self._kernels = chooser, kernels
 
-    def run(self, place: Place, native: Native, args: Any, kw: Any) -> tuple[mx.array, Taken]:
+    def run(self, place: CallSite, native: Native, args: Any, kw: Any) -> tuple[mx.array, Taken]:
         """The output [B, heads, rows, D] of one call, and the path that gave it."""
         given = {**dict(zip(_NAMES, args, strict=False)), **kw}
 
@@ -224,10 +226,10 @@ class AttentionCalls:
             if len(spans) > 1:
                 path = path.left_native("the path of attention cannot depend on the place of a row.")
             y, path = self._on_path(path, place, attend, given)
-        made = None if override is None else Made(path, 0)
+        made = None if override is None else RowComputation(path, 0)
         return y, Taken(call.rows * call.batch, call.second_last, path.name, path.rule, made=made)
 
-    def _on_path(self, path: Path, place: Place, attend: Attended, given: Given) -> tuple[mx.array, Path]:
+    def _on_path(self, path: Path, place: CallSite, attend: Attended, given: Given) -> tuple[mx.array, Path]:
         if path.name == ROW_BY_ROW:
             return self._row_by_row(place, attend, given), path
         if path.kernel is not None:
@@ -237,7 +239,7 @@ class AttentionCalls:
                 path = path.left_native(str(error))
         return attend(given), path
 
-    def _mixed(self, spans: tuple[Span, ...], place: Place, attend: Attended, given: Given) -> mx.array:
+    def _mixed(self, spans: tuple[Span, ...], place: CallSite, attend: Attended, given: Given) -> mx.array:
         """Each of the flat rows (slot after slot) as its path gives it; every path runs on all rows."""
         done: dict[Path, mx.array] = {}
         parts: list[mx.array] = []
@@ -250,7 +252,7 @@ class AttentionCalls:
             parts.append(done[path][first:last])
         return mx.concatenate(parts, axis=0).reshape(shape).transpose(0, 2, 1, 3)
 
-    def _row_by_row(self, place: Place, attend: Attended, given: Given) -> mx.array:
+    def _row_by_row(self, place: CallSite, attend: Attended, given: Given) -> mx.array:
         """Every row as a call of its own with the keys that it may see, on the path that the plan has for that."""
         batch, _, rows, _ = given["queries"].shape
         slots = []

@@ -18,7 +18,7 @@ from detdiff.trace import Generated, Lens, Rows, TraceWriter, format_ranges
 from .digesting import Digester
 from .digests import device_entries, device_rows
 from .entries import Selection, cache_call
-from .forward import DRAFT, TARGET, Forward, ForwardRecord, RowTable, as_float32, top
+from .forward import DRAFT, TARGET, Forward, ForwardRecord, ForwardRows, as_float32, top
 from .kernel_plan import NATIVE, Taken
 from .sites import Arrays, SiteMap
 
@@ -115,7 +115,7 @@ LAG = 2  # forwards whose digests wait: mlx-lm computes one ahead, so older ones
 
 
 @dataclass
-class _Answer:
+class _RowLogits:
     """What a row's logits said: forward, top ids and logits, and the lens."""
 
     forward: int
@@ -125,7 +125,7 @@ class _Answer:
 
 
 @dataclass(frozen=True)
-class Subject:
+class RecordingSettings:
     """What is recorded: the capture, the requests' ids and prompt lengths, a text for each token id.
 
     ``selection`` are the values to keep beside the digests (None: none), by model; ``lens`` gives the logits [rows, V]
@@ -148,7 +148,7 @@ class _Tokens:
     """
 
     chosen: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
-    answers: dict[tuple[int, int], _Answer] = field(default_factory=dict)
+    answers: dict[tuple[int, int], _RowLogits] = field(default_factory=dict)
     verified: dict[tuple[int, int], int] = field(default_factory=dict)
 
 
@@ -156,7 +156,7 @@ class Recorder:
     """Implements what the sessions of one run call while they record: that of the target, and of the draft if any."""
 
     def __init__(
-        self, writer: TraceWriter, sites: SiteMap, subject: Subject, draft: SiteMap | None = None
+        self, writer: TraceWriter, sites: SiteMap, subject: RecordingSettings, draft: SiteMap | None = None
     ) -> None:
         """``draft`` are the sites of the draft model, placed after ``sites``."""
         self._writer = writer
@@ -319,7 +319,7 @@ class Recorder:
 
     def _answering(self, forward: Forward) -> tuple[Any, Any, Any, Any]:
         """(requests, positions, slots, columns) of the rows whose logits may choose a token."""
-        table = RowTable.of(forward.segments)
+        table = ForwardRows.of(forward.segments)
         lengths = np.array(self._subject.prompt_lengths, np.int64)
         keep = table.position >= lengths[table.request] - 1
         return table.request[keep], table.position[keep], table.slot[keep], table.column[keep]
@@ -383,7 +383,7 @@ class Recorder:
         ids, logits = top(as_float32(record.logits)[slots, columns], k)
         lens = [as_float32(layer) for layer in record.lens]
         for i, (request, position) in enumerate(zip(requests.tolist(), positions.tolist(), strict=True)):
-            answer = _Answer(record.forward.index, ids[i], logits[i])
+            answer = _RowLogits(record.forward.index, ids[i], logits[i])
             if lens:
                 layers = np.stack([layer[i] for layer in lens])
                 answer.lens = (*top(layers, k), layers[:, ids[i][:2]])

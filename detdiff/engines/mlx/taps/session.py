@@ -20,7 +20,7 @@ from detdiff.scenario import KernelPlan
 from .entries import cache_kind, entry_parts
 from .experts import ExpertOrder
 from .forward import Attend, Forward, Packing, Recording, Sink, Steering, handle
-from .kernel_plan import Place, StagedWeights, Taken
+from .kernel_plan import CallSite, StagedWeights, Taken
 from .operations import Operations
 from .sites import Arrays, Discovery, SiteMap, discover, tapped, tapped_top, walk
 
@@ -330,7 +330,7 @@ class Session:
                 self.recording.call(key, one)
         return y
 
-    def _doubt(self, place: Place, y: mx.array, run: Callable[[], tuple[mx.array, Any]]) -> None:
+    def _doubt(self, place: CallSite, y: mx.array, run: Callable[[], tuple[mx.array, Any]]) -> None:
         """Run a call again on the other paths that a steering may want to know about."""
         steering, chooser = self._steering, self.operations.chooser
         if steering is None or not steering.doubts:
@@ -342,13 +342,13 @@ class Session:
             chooser.override = steering.spans
         steering.compare(place, y, other)
 
-    def _place(self, key: str) -> Place | None:
+    def _place(self, key: str) -> CallSite | None:
         """Where the kernel plan has a say: a site, in a forward."""
         forward, number = self.forward, self.sites.index.get(key) if self.forward is not None else None
         if forward is None or number is None or self.operations.native:
             return None
         site = self.sites.sites[number]
-        return Place(site.name, site.kind, forward.phase)
+        return CallSite(site.name, site.kind, forward.phase)
 
     def _injected(self, key: str, port: str, value: Any) -> Any:
         if self.forward is None or not self._injector:

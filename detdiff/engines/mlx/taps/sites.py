@@ -83,7 +83,7 @@ def walk(model: Module) -> Iterator[tuple[str, Module, str]]:
 
 
 @dataclass
-class Found:
+class DiscoveredCall:
     """One completed call seen during discovery."""
 
     key: str
@@ -141,7 +141,7 @@ class Discovery:
     """A sink for taps that only remembers what was called, in order of completion, and what became of the caches."""
 
     def __init__(self, caches: Sequence[Any]) -> None:
-        self.calls: list[Found] = []
+        self.calls: list[DiscoveredCall] = []
         self._caches = [(n, part) for n, cache in enumerate(caches) for part in _parts_of(cache)]
         self._given: dict[int, str] = {}
         self._recorded: set[int] = set()
@@ -184,7 +184,7 @@ class Discovery:
             yield n if layer is None else layer, key, type(cache).__name__
 
     def site(self, key: str, kind: str, inputs: Arrays, outputs: Arrays, parent: str | None) -> None:
-        self.calls.append(Found(key, kind, inputs, outputs, parent))
+        self.calls.append(DiscoveredCall(key, kind, inputs, outputs, parent))
 
 
 def _parts_of(cache: Any) -> tuple[Any, ...]:
@@ -255,7 +255,7 @@ def _row_axis(array: mx.array, length: int) -> int | None:
 
 
 def _site_map(
-    calls: list[Found],
+    calls: list[DiscoveredCall],
     logits: mx.array,
     length: int,
     unrecorded: tuple[tuple[int, str | None, str], ...],
@@ -353,7 +353,7 @@ def _site_map(
     )
 
 
-def _keep_ports(call: Found, length: int) -> bool:
+def _keep_ports(call: DiscoveredCall, length: int) -> bool:
     """Drop arrays without a row axis; a call that keeps no output is not a site."""
     if call.kind in ("cache_read", "cache_write", "state"):
         return True
@@ -362,7 +362,7 @@ def _keep_ports(call: Found, length: int) -> bool:
     return bool(call.inputs and call.outputs)
 
 
-def _names(calls: list[Found], head: str | None) -> dict[str, str]:
+def _names(calls: list[DiscoveredCall], head: str | None) -> dict[str, str]:
     """Site names by key: a rope is called what it rotates, later calls of one module get a number."""
     queries = {id(a) for c in calls if c.kind == "attention" for _, a in c.inputs}
     keys = {id(a) for c in calls if c.kind == "cache_write" for n, a in c.inputs if n == "k"}
