@@ -25,7 +25,7 @@ from detdiff.errors import Failure
 
 if TYPE_CHECKING:
     # What a command needs is imported by it: --help of all of them loads nothing.
-    from detdiff.commands.sides import Asked, OnToken
+    from detdiff.commands.sides import ComparisonArguments, OnToken
 
 IDENTICAL, DIFFERENT, TROUBLE, INCONCLUSIVE = 0, 1, 2, 3
 EXIT_CODES = """\b
@@ -392,11 +392,11 @@ def reduce(
 
     Example: detdiff reduce traces/reference-case/serial.toml traces/reference-case/continuous.toml -o smaller
     """
-    from detdiff.commands.reduce import Wanted, reduced, reduction_json, reduction_text
+    from detdiff.commands.reduce import ReduceArguments, reduced, reduction_json, reduction_text
 
     if len(files) > 2:
         raise click.UsageError(f"reduce takes two files at most, and there are {len(files)}.")
-    wanted = Wanted(folder, budget, keep_flip, twin)
+    wanted = ReduceArguments(folder, budget, keep_flip, twin)
     shown = sys.stderr.isatty()
     found = reduced(
         _asked(files, {"partial": False, "keep": None, **options}),
@@ -444,14 +444,14 @@ def report(files: tuple[Path, ...], why: bool, budget: int | None, **options: An
     Example: detdiff report traces/a traces/b --html report.html --markdown report.md
     """
     from detdiff.commands import report as reports
-    from detdiff.commands.report import Wanted, check
+    from detdiff.commands.report import ReportOutputs, check
     from detdiff.report.json import report_json_text
     from detdiff.report.text import report_text
 
     if len(files) > 2:
         raise click.UsageError(f"report takes two files at most, and there are {len(files)}.")
     formats = ("html", "markdown", "json", "plots", "pack")
-    wanted = Wanted(**{name: options[name] for name in formats})
+    wanted = ReportOutputs(**{name: options[name] for name in formats})
     asked = reports.kept_pair(_asked(files, options))
     kept = () if asked.keep is None else (asked.keep / "a", asked.keep / "b")
     how_far = reports.Why(options["replay"], why, budget)
@@ -483,14 +483,14 @@ def _colourful() -> bool:
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
-def _asked(files: tuple[Path, ...], options: Mapping[str, Any]) -> Asked:
-    from detdiff.commands.sides import Asked
+def _asked(files: tuple[Path, ...], options: Mapping[str, Any]) -> ComparisonArguments:
+    from detdiff.commands.sides import ComparisonArguments
 
     _import(options["imports"])
     short = [
         f"{key}={options[key]}" for key in ("split_rows", "kernels", "engine") if options[key] is not None
     ]
-    return Asked(
+    return ComparisonArguments(
         files=files,
         model=options["model"],
         prompts=options["prompts"],
@@ -573,9 +573,16 @@ def probe(as_json: bool, plot: Path | None, no_time: bool, **options: Any) -> No
 
     Example: detdiff probe linear:576,576,float32 --rows 1..8
     """
-    from detdiff.commands.probe import Asked, answer, answer_json, answer_text, invariant, write_chart
+    from detdiff.commands.probe import (
+        ProbeArguments,
+        answer,
+        answer_json,
+        answer_text,
+        invariant,
+        write_chart,
+    )
 
-    found = answer(Asked(timed=not no_time, **options), _progress)
+    found = answer(ProbeArguments(timed=not no_time, **options), _progress)
     if plot is not None:
         write_chart(found, plot)
     if as_json:

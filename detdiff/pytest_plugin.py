@@ -51,11 +51,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def _refuse_wrong(config: pytest.Config) -> None:
     """A wrong option is said before any test runs."""
-    from detdiff.check.settings import Asked, compositions
+    from detdiff.check.settings import CheckSettings, compositions
     from detdiff.errors import DetdiffError
 
     try:
-        asked = Asked.of({}, _defaults(config))
+        asked = CheckSettings.of({}, _defaults(config))
         compositions(asked.schedules, asked.layouts)
     except DetdiffError as error:
         raise pytest.UsageError(f"detdiff: {error}") from None
@@ -158,12 +158,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     marked = _marked(metafunc.definition)
     if marked is None or "op" in marked:
         return
-    from detdiff.check.settings import Asked, compositions
+    from detdiff.check.settings import CheckSettings, compositions
     from detdiff.errors import DetdiffError
 
     wrong = ""
     try:
-        asked = Asked.of(
+        asked = CheckSettings.of(
             {name: marked.get(name) for name in ("schedules", "layouts")}, _defaults(metafunc.config)
         )
         wanted = compositions(asked.schedules, asked.layouts if not _is_engine(marked) else None)
@@ -240,13 +240,13 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     skipped = sum(MARKER in report.keywords for report in terminalreporter.stats.get("skipped", ()))
     if not (workers or skipped or _CHECKER in config.stash):
         return
-    from detdiff.check.failure import Tally
+    from detdiff.check.failure import CheckCounts
 
-    total = Tally(skipped=skipped)
+    total = CheckCounts(skipped=skipped)
     if _CHECKER in config.stash:
         total.add(config.stash[_CHECKER].tally)
     for output in workers:
-        total.add(Tally.from_dict(output))
+        total.add(CheckCounts.from_dict(output))
     if not total.empty:
         terminalreporter.section("detdiff: batch invariance")
         for line in total.lines():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
@@ -113,6 +113,20 @@ def only_forwards(path: Path) -> bool:
         or (isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__")
     ]
     return bool(own) and len(own) == len(forwarding)
+
+
+def class_twins(folders: Iterable[Path]) -> dict[str, list[str]]:
+    """By name, the files of ``folders`` that define a class of that name, where more than one class has it.
+
+    An underscore does not tell names apart. Classes inside of others and of functions count.
+    """
+    found: dict[str, list[str]] = {}
+    for folder in folders:
+        for path in sorted(folder.rglob("*.py")):
+            for node in ast.walk(_parsed(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.ClassDef):
+                    found.setdefault(node.name.lstrip("_"), []).append(path.relative_to(folder).as_posix())
+    return {name: paths for name, paths in found.items() if len(paths) > 1}
 
 
 def _is_alias(value: ast.expr) -> bool:

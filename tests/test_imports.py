@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from import_rules import circles, edges, importers, modules, only_forwards
+from import_rules import circles, class_twins, edges, importers, modules, only_forwards
 
 ROOT = Path(__file__).resolve().parent.parent
 HEAVY = {"mlx", "mlx_lm", "numba", "tokenizers", "torch", "transformers"}
@@ -131,6 +131,11 @@ def test_no_file_only_forwards() -> None:
     assert forwarding(ROOT) == set()
 
 
+def test_a_class_name_has_one_meaning() -> None:
+    folders = [ROOT / "detdiff", ROOT / "kernels" / "detdiff_kernels"]
+    assert class_twins(folders) == {}
+
+
 def test_the_package_itself_loads_nothing_but_itself() -> None:
     assert loaded_by("import detdiff") - loaded_by("import __future__, importlib, types, typing") == {
         "detdiff"
@@ -207,6 +212,23 @@ def test_a_file_that_only_forwards_is_found(tmp_path: Path, text: str) -> None:
         tmp_path, injected=text, real="x = 1", empty='"""Nothing."""', user="from .real import x\nprint(x)"
     )
     assert forwarding(tmp_path) == {"detdiff.injected"}
+
+
+def test_a_class_name_with_two_meanings_is_found(tmp_path: Path) -> None:
+    package(tmp_path, compare__run="class Run: ...", report="class Rows: ...\nclass Browse: ...")
+    kernels = tmp_path / "kernels"
+    kernels.mkdir()
+    injected = kernels / "injected.py"
+    injected.write_text("class Walk: ...\nRun = 'class Run: ...'")
+    folders = [tmp_path / "detdiff", kernels]
+    assert class_twins(folders) == {}
+    injected.write_text("def f():\n    class _Run: ...\nclass Rows(list): ...")
+    assert class_twins(folders) == {
+        "Run": ["compare/run.py", "injected.py"],
+        "Rows": ["report.py", "injected.py"],
+    }
+    injected.write_text("class A:\n    class A: ...")
+    assert class_twins(folders) == {"A": ["injected.py", "injected.py"]}
 
 
 # Written so that this file does not hold what it looks for.

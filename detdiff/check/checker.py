@@ -14,14 +14,14 @@ import pytest
 from detdiff.errors import CheckSettingInvalid, CheckSubjectInvalid, DetdiffError
 from detdiff.scenario import KernelPlan, nearest
 
-from .failure import Failure, Keeper, Tally, failure_text
-from .settings import SCHEDULES_BY_DEFAULT, Asked, Composition, Defaults, compositions
+from .failure import CheckCounts, CheckFailure, Keeper, failure_text
+from .settings import SCHEDULES_BY_DEFAULT, CheckedSchedule, CheckSettings, Defaults, compositions
 
 if TYPE_CHECKING:
     from _pytest.outcomes import Failed
 
     from .op import OpCheck
-    from .subjects import Recorded, Subjects
+    from .subjects import CheckedEngines, RecordedRuns
 else:
     Failed = pytest.fail.Exception
 
@@ -43,7 +43,7 @@ class Test:
     module: str
     name: str
     marked: Mapping[str, Any] = field(default_factory=dict)
-    composition: Composition | None = None
+    composition: CheckedSchedule | None = None
     checks: int = 0
     before: int | None = None
     """Checks of its fixtures, once its own function runs."""
@@ -73,10 +73,10 @@ class BatchInvariance:
         self._test: Test | None = None
         self._keeper: Keeper | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self._shared: tuple[Subjects, Recorded] | None = None
+        self._shared: tuple[CheckedEngines, RecordedRuns] | None = None
         self._written: set[Path] = set()
         """Golden traces of this session: that they are as the run is says nothing."""
-        self.tally = Tally()
+        self.tally = CheckCounts()
 
     def check(
         self,
@@ -166,9 +166,11 @@ class BatchInvariance:
             )
         return self._check_model(test, asked, wanted)
 
-    def _wanted(self, test: Test, given: Mapping[str, Any]) -> tuple[Asked, list[Composition]]:
+    def _wanted(self, test: Test, given: Mapping[str, Any]) -> tuple[CheckSettings, list[CheckedSchedule]]:
         marked = {name: value for name, value in test.marked.items() if name != "op"}
-        asked = Asked.of({**marked, **{n: v for n, v in given.items() if v is not None}}, self._defaults)
+        asked = CheckSettings.of(
+            {**marked, **{n: v for n, v in given.items() if v is not None}}, self._defaults
+        )
         if test.composition is None:
             return asked, compositions(asked.schedules, asked.layouts)
         for name in ("schedules", "layouts"):
@@ -179,8 +181,8 @@ class BatchInvariance:
                 )
         return asked, [test.composition]
 
-    def _check_model(self, test: Test, asked: Asked, wanted: Sequence[Composition]) -> Checked:
-        from .invariance import ModelCheck, Place, prepared
+    def _check_model(self, test: Test, asked: CheckSettings, wanted: Sequence[CheckedSchedule]) -> Checked:
+        from .invariance import CheckLocation, ModelCheck, prepared
 
         subjects, recorded = self._opened()
         subject = subjects.of(asked.model)
@@ -191,7 +193,7 @@ class BatchInvariance:
             self._keeper = Keeper(
                 self._defaults.root, (*PurePosixPath(test.module).parts, test.name), composition
             )
-        place = Place(
+        place = CheckLocation(
             test.file,
             f"{test.name}-{test.checks}" if test.checks > 1 else test.name,
             self._defaults.update,
@@ -202,10 +204,10 @@ class BatchInvariance:
 
     def _ended(
         self,
-        asked: Asked,
-        wanted: Sequence[Composition],
-        failures: Sequence[Failure],
-        tally: Tally,
+        asked: CheckSettings,
+        wanted: Sequence[CheckedSchedule],
+        failures: Sequence[CheckFailure],
+        tally: CheckCounts,
         name: str,
     ) -> Checked:
         self.tally.add(tally)
@@ -224,13 +226,13 @@ class BatchInvariance:
             )
         return Checked(names, tally.rows, sum(tally.sites.values()), tally.tokens, tally.seconds)
 
-    def _opened(self) -> tuple[Subjects, Recorded]:
+    def _opened(self) -> tuple[CheckedEngines, RecordedRuns]:
         """What a session shares, made when a model is first checked."""
         if self._shared is None:
-            from .subjects import Recorded, Subjects
+            from .subjects import CheckedEngines, RecordedRuns
 
             self._folder = tempfile.TemporaryDirectory(prefix="detdiff-check-", ignore_cleanup_errors=True)
-            self._shared = Subjects(), Recorded(Path(self._folder.name))
+            self._shared = CheckedEngines(), RecordedRuns(Path(self._folder.name))
         return self._shared
 
     def _current(self) -> Test:

@@ -35,7 +35,7 @@ _NEAREST: Final = 2
 
 
 @dataclass(frozen=True)
-class Failure:
+class CheckFailure:
     """One composition that is not let through: ``why``, what diverged, and what was kept of it.
 
     ``a`` and ``b`` say in a few words what the two runs are. ``more`` are other runs of the composition, by seed and batch,
@@ -48,14 +48,19 @@ class Failure:
     why: tuple[str, ...]
     divergence: Divergence | None = None
     verdict: Verdict | None = None
-    kept: Kept | None = None
+    kept: KeptTraces | None = None
     more: tuple[str, ...] = ()
     checked: bool = True
     unkept: str = ""
 
 
 def failure_text(
-    failures: Sequence[Failure], *, level: str, model: str, passed: Sequence[str] = (), full: bool = False
+    failures: Sequence[CheckFailure],
+    *,
+    level: str,
+    model: str,
+    passed: Sequence[str] = (),
+    full: bool = False,
 ) -> str:
     """The text of a failed check; ``full`` adds everything that is known of each failure."""
     text = f"{_headline(failures, level, escaped(model), len(passed))}\n"
@@ -68,7 +73,7 @@ def failure_text(
     return text.rstrip("\n")
 
 
-def _headline(failures: Sequence[Failure], level: str, model: str, passed: int) -> str:
+def _headline(failures: Sequence[CheckFailure], level: str, model: str, passed: int) -> str:
     """Which compositions, and whether they were checked at all."""
     total = count(len(failures) + passed, "composition")
     what = "not the golden trace" if level == GOLDEN else f"not invariant at level {level}"
@@ -83,7 +88,7 @@ def _headline(failures: Sequence[Failure], level: str, model: str, passed: int) 
     return "; ".join(said)
 
 
-def _failure(failure: Failure, full: bool) -> str:
+def _failure(failure: CheckFailure, full: bool) -> str:
     page = Page()
     divergence = failure.divergence
     page.item(f"{escaped(failure.name)}: ", "" if divergence is None else headline(divergence))
@@ -113,7 +118,7 @@ def _failure(failure: Failure, full: bool) -> str:
     return text + plain(page.blocks, width=WIDTH) + _commands(failure.kept)
 
 
-def _commands(kept: Kept | None) -> str:
+def _commands(kept: KeptTraces | None) -> str:
     """Lines to be copied, which are never wrapped."""
     return "" if kept is None else "".join(f"  run: {command}\n" for command in kept.commands)
 
@@ -154,7 +159,7 @@ REPORT: Final = "report.html"
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptTraces:
     """``folder`` holds the traces ``a`` and ``b`` and what else is in ``names``; ``commands`` run on them."""
 
     folder: Path
@@ -175,7 +180,9 @@ class Keeper:
             self._test if composition is None else self._test / safe(composition), ignore_errors=True
         )
 
-    def keep(self, composition: str, run: str, a: Trace, b: Trace, scenarios: Sequence[Scenario]) -> Kept:
+    def keep(
+        self, composition: str, run: str, a: Trace, b: Trace, scenarios: Sequence[Scenario]
+    ) -> KeptTraces:
         """Copy both traces, and write ``scenarios`` (two, or none where no name loads the model) beside them.
 
         ``run`` tells runs of one composition apart; it may be empty.
@@ -192,7 +199,7 @@ class Keeper:
         for name, scenario in zip(("a.toml", "b.toml"), scenarios, strict=False):
             (folder / name).write_text(scenario.to_toml(), encoding="utf-8")
             names.append(name)
-        return Kept(folder, tuple(names), tuple(_to_run(folder, bool(scenarios))))
+        return KeptTraces(folder, tuple(names), tuple(_to_run(folder, bool(scenarios))))
 
     def _ignored(self) -> None:
         """What is kept is nobody's to commit. A folder that holds other things stays as it is."""
@@ -219,8 +226,8 @@ def _to_run(folder: Path, named: bool) -> list[str]:
 
 
 def write_report(
-    kept: Kept, a: Trace, b: Trace, divergence: Divergence, verdict: Verdict | None = None
-) -> Kept:
+    kept: KeptTraces, a: Trace, b: Trace, divergence: Divergence, verdict: Verdict | None = None
+) -> KeptTraces:
     """Write the HTML report beside the traces; the answer names it too."""
     from detdiff.compare.series import series
     from detdiff.report.build import build
@@ -228,7 +235,7 @@ def write_report(
 
     report = build(divergence, verdict, series(a, b, divergence), kept.commands[-1])
     write_html(report, kept.folder / REPORT)
-    return Kept(kept.folder, (*kept.names, REPORT), kept.commands)
+    return KeptTraces(kept.folder, (*kept.names, REPORT), kept.commands)
 
 
 UPDATE: Final = "--detdiff-update"
@@ -331,7 +338,7 @@ def _put(run: Trace, path: Path) -> None:
 
 
 @dataclass
-class Tally:
+class CheckCounts:
     """Sums over the checks of a session, or of one worker of it.
 
     ``compositions`` are schedules in layouts, ``rows`` compared down to their bits in ``sites`` (by model), ``tokens`` generated
@@ -353,7 +360,7 @@ class Tally:
     def empty(self) -> bool:
         return not (self.compositions or self.operations or self.unchecked or self.skipped)
 
-    def add(self, other: Tally) -> None:
+    def add(self, other: CheckCounts) -> None:
         """Add what another worker checked."""
         for name, value in asdict(other).items():
             if name == "sites":
@@ -367,7 +374,7 @@ class Tally:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Tally:
+    def from_dict(cls, values: Mapping[str, Any]) -> CheckCounts:
         return cls(**values)
 
     def lines(self) -> Iterator[str]:

@@ -21,19 +21,28 @@ from detdiff.report.words import count, escaped, shown
 from detdiff.scenario import LAYOUTS, Scenario
 from detdiff.trace import Trace
 
-from .failure import Failure, Keeper, Tally, against_committed, place, portable, relative, write_report
+from .failure import (
+    CheckCounts,
+    CheckFailure,
+    Keeper,
+    against_committed,
+    place,
+    portable,
+    relative,
+    write_report,
+)
 from .settings import (
     BOUNDED,
     EXACT,
     GOLDEN,
     LAYOUTS_BY_DEFAULT,
     TOKENS,
-    Asked,
-    Composition,
+    CheckedSchedule,
+    CheckSettings,
     fitting,
     requests,
 )
-from .subjects import Recorded, Subject, Subjects
+from .subjects import CheckedEngine, CheckedEngines, RecordedRuns
 
 STRUCTURAL: Final = ("workload", "bookkeeping", "dtype", "shape", "tokens")
 """Stages that no rounding can diverge on."""
@@ -142,7 +151,7 @@ ORIGINS: Final = 1000
 
 
 @dataclass(frozen=True)
-class Run:
+class CompositionRun:
     """One run of a composition: its ``name`` says the seed and the batch where there are several."""
 
     name: str
@@ -154,7 +163,7 @@ class Run:
 
 
 @dataclass(frozen=True, eq=False)
-class Seen:
+class ComparedRun:
     """What a run was found to be: the traces that were compared, and whether the level lets it through."""
 
     a: Trace | None
@@ -164,7 +173,7 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class Place:
+class CheckLocation:
     """Where a check runs: the test's file and name, whether golden traces are to be rewritten, and those that this session
     has ``written``."""
 
@@ -175,8 +184,12 @@ class Place:
 
 
 def prepared(
-    subject: Subject, asked: Asked, wanted: Sequence[Composition], *, by_default: bool = False
-) -> tuple[list[dict[str, Any]], list[Composition]]:
+    subject: CheckedEngine,
+    asked: CheckSettings,
+    wanted: Sequence[CheckedSchedule],
+    *,
+    by_default: bool = False,
+) -> tuple[list[dict[str, Any]], list[CheckedSchedule]]:
     """The requests as tables of a scenario, and the compositions that this engine and so many requests can make.
 
     Schedules ``by_default`` fit the number of prompts. Raises CheckSettingInvalid for what the engine cannot be told, and
@@ -200,7 +213,7 @@ def prepared(
     return tables, list(wanted)
 
 
-def _refuse(subject: Subject, asked: Asked) -> None:
+def _refuse(subject: CheckedEngine, asked: CheckSettings) -> None:
     """Raises CheckSettingInvalid for what an engine of one's own cannot be told."""
     given = [
         key
@@ -228,20 +241,20 @@ class ModelCheck:
 
     def __init__(
         self,
-        subject: Subject,
-        asked: Asked,
+        subject: CheckedEngine,
+        asked: CheckSettings,
         requests: Sequence[Mapping[str, Any]],
-        recorded: Recorded,
+        recorded: RecordedRuns,
         keeper: Keeper | None = None,
-        place: Place | None = None,
+        place: CheckLocation | None = None,
     ) -> None:
         self._subject, self._asked, self._requests = subject, asked, requests
         self._recorded, self._keeper, self._place = recorded, keeper, place
         self._fresh: set[str] = set()
         """Layouts whose run alone was recorded for this check."""
-        self.tally = Tally()
+        self.tally = CheckCounts()
 
-    def failures(self, wanted: Sequence[Composition]) -> list[Failure]:
+    def failures(self, wanted: Sequence[CheckedSchedule]) -> list[CheckFailure]:
         """Run every composition; those that are not let through, in order. What was compared is in ``tally``."""
         found = []
         for composition in wanted:
@@ -250,7 +263,7 @@ class ModelCheck:
                 failure = self._composition(composition)
             except DetdiffError as error:
                 # It stands beside the others: one that cannot be run hides none of them, and is no pass.
-                failure = Failure(
+                failure = CheckFailure(
                     composition.name,
                     "each request alone (serial)",
                     _said(composition),
@@ -267,11 +280,11 @@ class ModelCheck:
                 found.append(failure)
         return found or self.asked_again(wanted[0]) if wanted else found
 
-    def _base(self, composition: Composition) -> Scenario:
+    def _base(self, composition: CheckedSchedule) -> Scenario:
         layout, engine = composition.layout or LAYOUTS[0], self._subject.engine.name
         return self._asked.base(self._subject.name, self._requests, layout, engine)
 
-    def asked_again(self, composition: Composition) -> list[Failure]:
+    def asked_again(self, composition: CheckedSchedule) -> list[CheckFailure]:
         """Where nothing failed: the first request of an engine of one's own once more, after all others. It may remember."""
         if self._subject.laid_out or self._asked.level == GOLDEN:
             return []
@@ -288,14 +301,14 @@ class ModelCheck:
             f"{first.requests[0].id} alone, asked again after the others, is another answer: it depends on what was served "
             "before, or does not repeat, and so do the runs that were compared"
         )
-        return [Failure("again", "each request alone, first", "the first request, last", (why,), found)]
+        return [CheckFailure("again", "each request alone, first", "the first request, last", (why,), found)]
 
     def _no_oracle(self) -> Control:
         raise AssertionError("level bounded is not for engines of one's own")
 
-    def _composition(self, composition: Composition) -> Failure | None:
+    def _composition(self, composition: CheckedSchedule) -> CheckFailure | None:
         base = self._base(composition)
-        failed: Failure | None = None
+        failed: CheckFailure | None = None
         more: list[str] = []
         together = composition.alone or self._asked.level == GOLDEN
         for run in self._runs(composition, base):
@@ -315,22 +328,22 @@ class ModelCheck:
             )
         return None if failed is None else replace(failed, more=tuple(more))
 
-    def _runs(self, composition: Composition, base: Scenario) -> Iterator[Run]:
+    def _runs(self, composition: CheckedSchedule, base: Scenario) -> Iterator[CompositionRun]:
         for seed in self._asked.seeds:
             scenarios = composition.draw(base, seed)
             for n, scenario in enumerate(scenarios):
                 name = composition.name
                 name += f", seed {seed}" if len(self._asked.seeds) > 1 or seed else ""
                 name += f", batch {n}" if len(scenarios) > 1 else ""
-                yield Run(name, scenario)
+                yield CompositionRun(name, scenario)
 
-    def seen(self, composition: Composition) -> Iterator[tuple[Run, Seen]]:
+    def seen(self, composition: CheckedSchedule) -> Iterator[tuple[CompositionRun, ComparedRun]]:
         """The runs of a composition, and what each was found to be."""
         base = self._base(composition)
         for run in self._runs(composition, base):
             yield run, self.seen_of(run, base)
 
-    def seen_of(self, run: Run, base: Scenario) -> Seen:
+    def seen_of(self, run: CompositionRun, base: Scenario) -> ComparedRun:
         """A run against ``base``, its requests alone."""
         if self._asked.level == GOLDEN:
             return self._against_golden(run)
@@ -352,7 +365,7 @@ class ModelCheck:
                 )
         return seen
 
-    def _steady(self, seen: Seen, base: Scenario, run: Run) -> Seen:
+    def _steady(self, seen: ComparedRun, base: Scenario, run: CompositionRun) -> ComparedRun:
         """Whether it is about the batch: both sides once more. What does not repeat, or remembers, is said instead."""
         assert seen.a is not None
         again = self._recorded.run(self._subject, base)
@@ -376,7 +389,7 @@ class ModelCheck:
             )
         return replace(seen, ruling=Ruling((why,)))
 
-    def _same(self, one: Trace, other: Trace, run: Run) -> bool:
+    def _same(self, one: Trace, other: Trace, run: CompositionRun) -> bool:
         found = compare(one, other, requests=run.ids)
         return rule(self._asked.level, found, self._no_oracle).passes
 
@@ -386,12 +399,14 @@ class ModelCheck:
         shutil.rmtree(again.path, ignore_errors=True)
         return found
 
-    def _ruled(self, alone: Trace, composed: Trace, run: Run) -> Seen:
+    def _ruled(self, alone: Trace, composed: Trace, run: CompositionRun) -> ComparedRun:
         if not self._subject.laid_out:
             _same_kinds(alone, composed, self._subject.label)
         divergence = compare(alone, composed, requests=run.ids)
         if not self._subject.laid_out:
-            return Seen(alone, composed, divergence, rule(self._asked.level, divergence, self._no_oracle))
+            return ComparedRun(
+                alone, composed, divergence, rule(self._asked.level, divergence, self._no_oracle)
+            )
 
         def oracle() -> Control:
             from detdiff.explain.case import Case
@@ -399,9 +414,9 @@ class ModelCheck:
 
             return judged_origins(Case.of(alone, composed, divergence, engine=self._subject.engine), ORIGINS)
 
-        return Seen(alone, composed, divergence, rule(self._asked.level, divergence, oracle))
+        return ComparedRun(alone, composed, divergence, rule(self._asked.level, divergence, oracle))
 
-    def _against_golden(self, run: Run) -> Seen:
+    def _against_golden(self, run: CompositionRun) -> ComparedRun:
         assert self._place is not None
         made = self._recorded.run(self._subject, portable(run.scenario))
         path = place(self._place.file, self._place.test, run.name)
@@ -413,9 +428,9 @@ class ModelCheck:
             )
         if found.wrote:
             self._place.written.add(path)
-        return Seen(found.committed, made, found.divergence, Ruling(found.why))
+        return ComparedRun(found.committed, made, found.divergence, Ruling(found.why))
 
-    def _count(self, seen: Seen) -> None:
+    def _count(self, seen: ComparedRun) -> None:
         if seen.divergence is not None:
             self.tally.rows += seen.divergence.compared.rows
             self.tally.tokens += sum(
@@ -424,9 +439,11 @@ class ModelCheck:
         sites = max(len(seen.b.sites), self.tally.sites.get(self._subject.name, 0))
         self.tally.sites[self._subject.name] = sites
 
-    def _failure(self, composition: Composition, run: Run, base: Scenario, seen: Seen) -> Failure:
+    def _failure(
+        self, composition: CheckedSchedule, run: CompositionRun, base: Scenario, seen: ComparedRun
+    ) -> CheckFailure:
         compared = self._asked.level != GOLDEN
-        failure = Failure(
+        failure = CheckFailure(
             composition.name,
             "each request alone (serial)" if compared else "the golden trace",
             f"{_said(composition)}{run.name.removeprefix(composition.name)}",
@@ -466,7 +483,7 @@ def _together(trace: Trace) -> bool:
     return any(later[0] <= earlier[1] for earlier, later in pairwise(ordered))
 
 
-def _said(composition: Composition) -> str:
+def _said(composition: CheckedSchedule) -> str:
     return (
         composition.written
         if composition.layout is None
@@ -525,7 +542,7 @@ class Composed:
 def check_engine(
     engine: Any,
     requests: Sequence[EngineRequest],
-    compositions: Sequence[Composition | str],
+    compositions: Sequence[CheckedSchedule | str],
     level: str = EXACT,
     *,
     seeds: Sequence[int] = (0,),
@@ -546,15 +563,15 @@ def check_engine(
             "There is no request, or one without a token, so that nothing would be checked. Give one prompt at least, each "
             "with a token at least."
         )
-    asked = Asked(prompts=[list(each.tokens) for each in requests], level=level, seeds=tuple(seeds))
-    wanted = [Composition.of(each, None) if isinstance(each, str) else each for each in compositions]
+    asked = CheckSettings(prompts=[list(each.tokens) for each in requests], level=level, seeds=tuple(seeds))
+    wanted = [CheckedSchedule.of(each, None) if isinstance(each, str) else each for each in compositions]
     with tempfile.TemporaryDirectory(prefix="detdiff-check-") as folder:
-        subject = Subjects().of(engine)
+        subject = CheckedEngines().of(engine)
         _refuse(subject, asked)
         tables = [
             {"id": each.id, "tokens": list(each.tokens), "max_tokens": each.max_tokens} for each in requests
         ]
-        check = ModelCheck(subject, asked, tables, Recorded(Path(folder)))
+        check = ModelCheck(subject, asked, tables, RecordedRuns(Path(folder)))
         found = []
         for composition in wanted:
             runs = list(check.seen(composition))
@@ -569,18 +586,18 @@ def check_scenario(engine: Any, scenario: Scenario, level: str = EXACT) -> Compo
     The scenario's requests have token ids; its model and what else it says of a run are not the engine's. Raises what
     `check_engine` raises.
     """
-    asked = Asked(level=level)
+    asked = CheckSettings(level=level)
     with tempfile.TemporaryDirectory(prefix="detdiff-check-") as folder:
-        subject = Subjects().of(engine)
+        subject = CheckedEngines().of(engine)
         _refuse(subject, asked)
-        check = ModelCheck(subject, asked, (), Recorded(Path(folder)))
+        check = ModelCheck(subject, asked, (), RecordedRuns(Path(folder)))
         alone = scenario.with_changes(
             schedule="serial", layout="padded", arrivals=None, active=None, row_budget=None
         )
-        run = Run(scenario.schedule.kind, scenario)
+        run = CompositionRun(scenario.schedule.kind, scenario)
         return _composed(scenario.schedule.kind, subject.label, [(run, check.seen_of(run, alone))])
 
 
-def _composed(name: str, engine: str, runs: Sequence[tuple[Run, Seen]]) -> Composed:
+def _composed(name: str, engine: str, runs: Sequence[tuple[CompositionRun, ComparedRun]]) -> Composed:
     divergences = tuple((run.name, seen.divergence) for run, seen in runs if seen.divergence is not None)
     return Composed(name, engine, divergences, tuple(why for _, seen in runs for why in seen.ruling.why))

@@ -14,9 +14,9 @@ from detdiff.compare.metrics import Values, ulp_distance
 from detdiff.errors import CheckSettingInvalid, CheckSubjectInvalid, NothingToCheck
 from detdiff.probe import Function, Probe, probe
 from detdiff.probe.chart import spans_of
-from detdiff.probe.operation import Operation
+from detdiff.probe.operation import ProbedOperation
 from detdiff.probe.run import SEEDS
-from detdiff.probe.sweep import Content, Finding, kept_rows
+from detdiff.probe.sweep import ChangedRows, Content, kept_rows
 from detdiff.probe.targets import DEFAULT_K, LIBRARIES
 from detdiff.report.words import count, escaped
 from detdiff_kernels.rounding import DTYPES, Float32
@@ -128,13 +128,13 @@ def examine_op(
     name = str(getattr(fn, "__qualname__", type(fn).__name__))
     found = []
     for shape in _shapes(shapes):
-        target = Function(_Rows(fn, shape, dtype), name, array=library)
+        target = Function(_FlatRows(fn, shape, dtype), name, array=library)
         answer = probe(target, rows=swept, seeds=seeds, timed=False)
         found.append(ShapeCheck(shape, answer, tuple(differences(target, answer))))
     return OpCheck(name, library, tuple(found))
 
 
-class _Rows:
+class _FlatRows:
     """``fn`` as a function of flat rows, with the attributes that a probe reads."""
 
     def __init__(self, fn: Callable[[Any], Any], shape: tuple[int, ...], dtype: str) -> None:
@@ -278,7 +278,7 @@ def _again(
 
 
 def _pairs(
-    kind: str, operation: Operation, content: Content, rows: int, position: int
+    kind: str, operation: ProbedOperation, content: Content, rows: int, position: int
 ) -> Iterator[tuple[Values, Values, int]]:
     """Two runs whose rows should be equal: at a place of the first, and at ``position`` of the second."""
 
@@ -330,7 +330,7 @@ def said(found: Probe, elements: Sequence[ElementDifference]) -> Iterator[str]:
     yield from (f"note: {each}" for each in found.notes if "float64" not in each)
 
 
-def _places(found: Sequence[Finding]) -> str:
+def _places(found: Sequence[ChangedRows]) -> str:
     few = "; ".join(
         f"M = {each.rows}, position {spans_of(each.positions)}, seed {spans_of(each.seeds)}"
         for each in found[:_FEW]

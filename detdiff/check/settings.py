@@ -35,7 +35,7 @@ class Defaults:
 
 
 @dataclass(frozen=True)
-class Asked:
+class CheckSettings:
     """One check. ``settings`` are further keys of a scenario, which hold for the run alone and for every composition."""
 
     model: Any = None
@@ -50,7 +50,7 @@ class Asked:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, given: Mapping[str, Any], defaults: Defaults) -> Asked:
+    def of(cls, given: Mapping[str, Any], defaults: Defaults) -> CheckSettings:
         """The check for arguments by name; those that are None are left to ``defaults``.
 
         Raises CheckSettingInvalid and NothingToCheck.
@@ -108,7 +108,7 @@ _WRITTEN: Final = re.compile(r"(serial|static|continuous)(?::([1-9][0-9]{0,5}))?
 
 
 @dataclass(frozen=True)
-class Composition:
+class CheckedSchedule:
     """One schedule in one layout, None: an engine's own. ``written`` is the schedule as it was given; ``size`` its N, None
     without one; ``flags`` are further scenario keys of this run alone."""
 
@@ -119,7 +119,7 @@ class Composition:
     flags: str
 
     @classmethod
-    def of(cls, written: str, layout: str | None) -> Composition:
+    def of(cls, written: str, layout: str | None) -> CheckedSchedule:
         """Read a schedule. Raises ScheduleInvalid, and what reading scenario keys raises."""
         found = _WRITTEN.fullmatch(str(written).strip())
         if found is None or (found[1] == "serial" and found[2]):
@@ -191,23 +191,25 @@ class Composition:
         ]
 
 
-def fitting(wanted: Sequence[Composition], requests: int) -> list[Composition]:
+def fitting(wanted: Sequence[CheckedSchedule], requests: int) -> list[CheckedSchedule]:
     """Compositions by default as ``requests`` requests can make them: no more at a time than there are, each once."""
-    found: dict[str, Composition] = {}
+    found: dict[str, CheckedSchedule] = {}
     for each in wanted:
         if each.size is not None and each.size > requests >= 2:
-            each = Composition.of(f"{each.kind}:{requests}", each.layout)
+            each = CheckedSchedule.of(f"{each.kind}:{requests}", each.layout)
         found.setdefault(each.name, each)
     return list(found.values())
 
 
-def compositions(schedules: str | Sequence[str], layouts: str | Sequence[str] | None) -> list[Composition]:
+def compositions(
+    schedules: str | Sequence[str], layouts: str | Sequence[str] | None
+) -> list[CheckedSchedule]:
     """Every schedule in every layout, in order; None: in an engine's own. A text may hold several with commas between them.
 
     Raises NothingToCheck where there is none, and ScheduleInvalid for what cannot be read or is there twice.
     """
     found = [
-        Composition.of(schedule, layout)
+        CheckedSchedule.of(schedule, layout)
         for schedule in listed(schedules, "schedules")
         for layout in ([None] if layouts is None else listed(layouts, "layouts"))
     ]

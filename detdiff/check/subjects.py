@@ -22,7 +22,7 @@ _OPTIONS = RunOptions(observe=1, durable=False)
 
 
 @dataclass(frozen=True, eq=False)
-class Subject:
+class CheckedEngine:
     """An engine that is ready to run.
 
     ``name`` stands for its model in scenarios. ``again`` says that the name alone loads it, so that a kept scenario can be
@@ -45,14 +45,14 @@ class Subject:
         return self.engine.name == DEFAULT
 
 
-class Subjects:
+class CheckedEngines:
     """The engines of a session: models with a name are loaded once, what is an object belongs to who made it."""
 
     def __init__(self) -> None:
-        self._named: dict[str, Subject] = {}
+        self._named: dict[str, CheckedEngine] = {}
         self._objects: dict[int, tuple[Callable[[], Any], object]] = {}
 
-    def of(self, model: Any) -> Subject:
+    def of(self, model: Any) -> CheckedEngine:
         """The subject for a path, hub id or ``builtin``, a LoadedModel, the pair that ``mlx_lm.load`` gives, or an engine.
 
         Raises CheckSubjectInvalid for anything else, and what loading raises.
@@ -62,24 +62,24 @@ class Subjects:
         engine = as_engine(model) if is_engine(model) else None
         if engine is not None:
             name = str(engine.identity.get("name") or engine.name)
-            return Subject(engine, name, False, self._known(model))
+            return CheckedEngine(engine, name, False, self._known(model))
         from detdiff.engines.mlx.engine import engine_of_objects
 
         made = engine_of_objects(model)
         if not isinstance(made, str):
             name = str(made.identity.get("name") or made.loaded.path.name or "model")
-            return Subject(made, name, False, self._known(made.loaded.model))
+            return CheckedEngine(made, name, False, self._known(made.loaded.model))
         raise CheckSubjectInvalid(
             f"{made[0].upper()}{made[1:]} cannot be checked; expected a model's path or hub id, 'builtin', what `mlx_lm.load` "
             "gives (model and tokenizer), a LoadedModel, an object or function that generates, or an engine. Give one of them."
         )
 
-    def _by_name(self, name: str) -> Subject:
+    def _by_name(self, name: str) -> CheckedEngine:
         path = Path(name).expanduser()
         # A path of its own in every scenario: one that is kept is run from another folder.
         place = str(path.resolve()) if path.is_dir() and not name.startswith("builtin") else name
         if place not in self._named:
-            self._named[place] = Subject(open_named(DEFAULT, place, {}), place, True, object())
+            self._named[place] = CheckedEngine(open_named(DEFAULT, place, {}), place, True, object())
         return self._named[place]
 
     def _known(self, given: Any) -> object:
@@ -127,7 +127,7 @@ class Base:
     fresh: bool
 
 
-class Recorded:
+class RecordedRuns:
     """All runs of a session, in one directory."""
 
     def __init__(self, folder: Path) -> None:
@@ -135,7 +135,7 @@ class Recorded:
         self._count = 0
         self._bases: dict[tuple[Any, str], Trace] = {}
 
-    def base(self, subject: Subject, scenario: Scenario, *, again: bool = False) -> Base:
+    def base(self, subject: CheckedEngine, scenario: Scenario, *, again: bool = False) -> Base:
         """The run of ``scenario``, from an earlier check where there is one, unless it is to be recorded ``again``."""
         key = (subject.key, scenario.to_toml())
         known = self._bases.get(key)
@@ -144,7 +144,7 @@ class Recorded:
         self._bases[key] = self.run(subject, scenario)
         return Base(self._bases[key], True)
 
-    def run(self, subject: Subject, scenario: Scenario, *, warm: bool = False) -> Trace:
+    def run(self, subject: CheckedEngine, scenario: Scenario, *, warm: bool = False) -> Trace:
         """Record ``scenario`` on an engine that was reset, where it can be, unless it is to be ``warm``. Raises what recording
         raises."""
         self._count += 1
@@ -160,7 +160,7 @@ def against_alone(scenario: Scenario, engine: Any = None) -> Divergence:
     model of MLX that is loaded. Raises what recording raises.
     """
     options = RunOptions(observe=0, durable=False)
-    opened = open_engine(scenario) if engine is None else Subjects().of(engine).engine
+    opened = open_engine(scenario) if engine is None else CheckedEngines().of(engine).engine
     with tempfile.TemporaryDirectory(prefix="detdiff-alone-") as folder:
         alone = record(
             scenario.with_changes(schedule="serial", arrivals=None),

@@ -7,7 +7,17 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from detdiff.commands.sides import Asked, Engines, OnToken, Progress, Side, as_given, named, recorded, sides
+from detdiff.commands.sides import (
+    ComparisonArguments,
+    Engines,
+    OnToken,
+    Progress,
+    Side,
+    as_given,
+    named,
+    recorded,
+    sides,
+)
 from detdiff.engines.base import Engine
 from detdiff.engines.registry import same_engine
 from detdiff.explain import Verdict
@@ -21,7 +31,7 @@ Pair = tuple[Trace, Trace]
 
 
 def explained(
-    asked: Asked,
+    asked: ComparisonArguments,
     controls: Sequence[str],
     budget: int | None,
     progress: Progress,
@@ -34,7 +44,9 @@ def explained(
         return verdict_on(traces, found, asked, engines, bars, controls, budget, repeats)
 
 
-def engines_of(asked: Asked, found: tuple[Side, Side], engines: Engines) -> tuple[Engine, Engine] | None:
+def engines_of(
+    asked: ComparisonArguments, found: tuple[Side, Side], engines: Engines
+) -> tuple[Engine, Engine] | None:
     """The engines of both sides, opened for all runs that follow; None where traces say themselves what to open.
 
     Raises what opening an engine raises.
@@ -47,7 +59,7 @@ def engines_of(asked: Asked, found: tuple[Side, Side], engines: Engines) -> tupl
     return engines.of(scenarios[0]), engines.of(scenarios[1])
 
 
-def model_of(asked: Asked, found: tuple[Side, Side], engines: Engines) -> LoadedModel | None:
+def model_of(asked: ComparisonArguments, found: tuple[Side, Side], engines: Engines) -> LoadedModel | None:
     """The one model of both sides, loaded for all runs that follow; None where traces say themselves what to load.
 
     Raises what opening an engine raises.
@@ -65,7 +77,7 @@ def model_of(asked: Asked, found: tuple[Side, Side], engines: Engines) -> Loaded
 def verdict_on(
     traces: Pair,
     found: tuple[Side, Side],
-    asked: Asked,
+    asked: ComparisonArguments,
     engines: Engines,
     bars: Bars,
     controls: Sequence[str] = (),

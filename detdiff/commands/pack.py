@@ -41,7 +41,7 @@ def pack(report: Report, traces: tuple[Trace, Trace], path: Path) -> None:
     """
     with tempfile.TemporaryDirectory(prefix="detdiff-pack-") as folder:
         root = Path(folder)
-        places = Places(root, traces)
+        places = PackedPaths(root, traces)
         for trace, name in zip(traces, "ab", strict=True):
             scenario = places.scenario(trace)
             without_values(trace, root / name, scenario)
@@ -85,7 +85,7 @@ WORDS: Final[Mapping[str, str]] = {
 """What stands in a README for what is missing, by the scenario's key."""
 
 
-class Places:
+class PackedPaths:
     """``packed`` are the names of what went along; ``missing`` says for each trace which keys name what did not."""
 
     def __init__(self, root: Path, traces: tuple[Trace, Trace]) -> None:
@@ -216,7 +216,7 @@ _WHAT = {
 }
 
 
-def readme(report: Report, traces: tuple[Trace, Trace], places: Places) -> str:
+def readme(report: Report, traces: tuple[Trace, Trace], places: PackedPaths) -> str:
     """The text, in Markdown."""
     return f"""# Where two runs diverge
 
@@ -237,12 +237,12 @@ One command, in this folder, runs both sides again and says why they diverge:
 """
 
 
-def command(places: Places) -> str:
+def command(places: PackedPaths) -> str:
     """What runs both sides again, in the folder of what was unpacked."""
     return f"detdiff explain a.toml b.toml{_options(places)}"
 
 
-def _options(places: Places) -> str:
+def _options(places: PackedPaths) -> str:
     """The flags that say where what is missing is, as words of a command."""
     a, b = places.missing
     both = [key for key in WORDS if key in a and a.get(key) == b.get(key)]
@@ -258,7 +258,7 @@ def _options(places: Places) -> str:
     )
 
 
-def _needed(traces: tuple[Trace, Trace], places: Places) -> str:
+def _needed(traces: tuple[Trace, Trace], places: PackedPaths) -> str:
     lines = []
     if any(places.has(trace, "model") for trace in traces):
         lines.append(
@@ -292,7 +292,7 @@ def _code(path: str) -> str:
     return inline(shown) if "`" in shown else f"`{shown}`"
 
 
-def _bits(traces: tuple[Trace, Trace], places: Places) -> str:
+def _bits(traces: tuple[Trace, Trace], places: PackedPaths) -> str:
     """How to compare bits; empty where a replay cannot be told where all that it needs is."""
     a, b = places.missing
     whole = all(trace.complete for trace in traces)
@@ -306,5 +306,5 @@ def _bits(traces: tuple[Trace, Trace], places: Places) -> str:
 """
 
 
-def _packed(places: Places) -> str:
+def _packed(places: PackedPaths) -> str:
     return "".join(f"| `{name}` | what the scenarios name by it |\n" for name in places.packed)

@@ -17,9 +17,9 @@ from detdiff.commands.sides import Progress
 from detdiff.errors import CommandError
 from detdiff.probe import Function, Probe, find_target, probe
 from detdiff.probe.chart import chart, duration, letter, spans_of
-from detdiff.probe.operation import Target
+from detdiff.probe.operation import ProbeTarget
 from detdiff.probe.run import DEFAULT_ROWS
-from detdiff.probe.sweep import Finding
+from detdiff.probe.sweep import ChangedRows
 from detdiff.probe.targets import find_function
 from detdiff.report.words import count, escaped
 
@@ -30,7 +30,7 @@ LAYOUTS = {"packed": "[1, M, K]", "batch": "[M, 1, K]", "rows": "[M, K]"}
 
 
 @dataclass(frozen=True)
-class Asked:
+class ProbeArguments:
     """The command's options; ``layout`` is packed or batch, ``k`` the width of a function's rows."""
 
     target: str | None
@@ -76,7 +76,7 @@ class Swept:
     probe: Probe
 
 
-def answer(asked: Asked, progress: Progress) -> Probe | list[Swept]:
+def answer(asked: ProbeArguments, progress: Progress) -> Probe | list[Swept]:
     """Probes what is asked for: one target, or each linear shape of a model. Raises ProbeError and ModelError."""
     asked.check()
     # What a function of the user's prints must not end up in the answer.
@@ -84,7 +84,7 @@ def answer(asked: Asked, progress: Progress) -> Probe | list[Swept]:
         return _answer(asked, progress)
 
 
-def _answer(asked: Asked, progress: Progress) -> Probe | list[Swept]:
+def _answer(asked: ProbeArguments, progress: Progress) -> Probe | list[Swept]:
     if asked.model is None or asked.site is not None:
         return _run(_target(asked), asked, progress, "probe")
     found = list(_shapes(asked, asked.model))
@@ -94,7 +94,7 @@ def _answer(asked: Asked, progress: Progress) -> Probe | list[Swept]:
     ]
 
 
-def _shapes(asked: Asked, model: str) -> Iterator[tuple[str, str, tuple[str, ...], Target]]:
+def _shapes(asked: ProbeArguments, model: str) -> Iterator[tuple[str, str, tuple[str, ...], ProbeTarget]]:
     """Each linear shape of a model: as text, its operation, its sites, and what stands for them."""
     if asked.on == "torch":
         from detdiff.engines.mlx.model import locate
@@ -112,7 +112,7 @@ def _shapes(asked: Asked, model: str) -> Iterator[tuple[str, str, tuple[str, ...
         yield str(one.shape), one.op, one.sites, one.first
 
 
-def _target(asked: Asked) -> Target:
+def _target(asked: ProbeArguments) -> ProbeTarget:
     if asked.target is None and asked.on == "torch":
         from detdiff.engines.mlx.model import locate
         from detdiff.engines.transformers.linear_sites import load_torch, torch_site
@@ -131,7 +131,7 @@ def _target(asked: Asked) -> Target:
     return found
 
 
-def _run(target: Target, asked: Asked, progress: Progress, label: str) -> Probe:
+def _run(target: ProbeTarget, asked: ProbeArguments, progress: Progress, label: str) -> Probe:
     whole = asked.model is not None and asked.site is None
     rows = asked.rows if asked.rows is not None else MODEL_ROWS if whole else DEFAULT_ROWS
     with progress(label) as on_rows:
@@ -284,7 +284,7 @@ def _listed(values: Sequence[int]) -> str:
     return ", ".join(map(str, values))
 
 
-def _matter(what: str, found: Sequence[Finding], nothing: str) -> str:
+def _matter(what: str, found: Sequence[ChangedRows], nothing: str) -> str:
     if not found:
         return f"{what}: {nothing}"
     parts = [

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from tabulate import tabulate
 
 from detdiff.commands.explain import model_of
-from detdiff.commands.sides import Asked, Engines, Progress, Side, sides
+from detdiff.commands.sides import ComparisonArguments, Engines, Progress, Side, sides
 from detdiff.errors import Interrupted
 from detdiff.report.words import count, escaped
 from detdiff.scenario import Scenario
@@ -25,7 +25,7 @@ SCHEMA = "detdiff.reduction/2"
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ReduceArguments:
     """Where to, how much of it, and what has to stay; see ``detdiff.reduce.reduce``."""
 
     folder: Path
@@ -34,7 +34,9 @@ class Wanted:
     twin: bool | None = None
 
 
-def reduced(asked: Asked, wanted: Wanted, progress: Progress, on_step: Callable[[Step], None]) -> Reduction:
+def reduced(
+    asked: ComparisonArguments, wanted: ReduceArguments, progress: Progress, on_step: Callable[[Step], None]
+) -> Reduction:
     """Reduce what was asked for. Raises Interrupted, CommandError and what ``reduce`` raises."""
     from detdiff.reduce import ReduceOptions, reduce
 
@@ -62,7 +64,7 @@ def reduced(asked: Asked, wanted: Wanted, progress: Progress, on_step: Callable[
         raise Interrupted(_left(wanted.folder, steps)) from None
 
 
-def _moved(side: Side, asked: Asked) -> Scenario | Trace:
+def _moved(side: Side, asked: ComparisonArguments) -> Scenario | Trace:
     """What is to be run; a trace whose model is elsewhere now names it where it is."""
     if isinstance(side.source, Trace) and asked.model is not None:
         scenario = Scenario.from_dict(side.source.scenario, where=f"the scenario of {side.given}")

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from detdiff.commands.sides import Asked, Engines, Progress, Side, named, recorded, sides
+from detdiff.commands.sides import ComparisonArguments, Engines, Progress, Side, named, recorded, sides
 from detdiff.compare import compare, series
 from detdiff.errors import CommandError, DetdiffError, Interrupted, TraceError
 from detdiff.report.build import build
@@ -32,7 +32,7 @@ STDOUT = "-"
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ReportOutputs:
     """Where each format goes; ``json`` may be ``-``, the standard output. ``plots`` is a directory, ``pack`` a zip file."""
 
     html: Path | None = None
@@ -52,7 +52,7 @@ class Wanted:
         return tuple(path for option, path in self.named if (option, str(path)) != ("--json", STDOUT))
 
 
-def check(wanted: Wanted, read: Sequence[Path]) -> None:
+def check(wanted: ReportOutputs, read: Sequence[Path]) -> None:
     """Raises CommandError for outputs that cannot be written, are one file, or are part of what is ``read``."""
     taken: dict[Path, str] = {}
     inputs = [Path(os.path.realpath(path)) for path in read]
@@ -151,7 +151,7 @@ class Why:
 
 
 @dataclass(frozen=True, eq=False)
-class Made:
+class ReportWithTraces:
     """A report, and the two traces that it is of, where they are at hand."""
 
     report: Report
@@ -159,7 +159,7 @@ class Made:
 
 
 @contextmanager
-def reported(asked: Asked, why: Why, progress: Progress) -> Iterator[Made]:
+def reported(asked: ComparisonArguments, why: Why, progress: Progress) -> Iterator[ReportWithTraces]:
     """The report of what was asked for; its traces can be read inside the block.
 
     Raises CommandError for arguments that do not go together, AnswerError for a file that holds no answer, and what
@@ -191,11 +191,11 @@ def reported(asked: Asked, why: Why, progress: Progress) -> Iterator[Made]:
             )
             divergence = _divergence(traces, found, asked, why, progress)
         drawn = None if divergence is None else series(*traces, divergence)
-        yield Made(build(divergence, verdict, drawn, command(asked, found)), traces)
+        yield ReportWithTraces(build(divergence, verdict, drawn, command(asked, found)), traces)
 
 
 def _divergence(
-    traces: Pair, found: tuple[Side, Side], asked: Asked, why: Why, progress: Progress
+    traces: Pair, found: tuple[Side, Side], asked: ComparisonArguments, why: Why, progress: Progress
 ) -> Divergence:
     answer = compare(*traces, across_models=asked.across_models)
     if why.replay:
@@ -227,7 +227,7 @@ def _check_budget(why: Why) -> None:
         )
 
 
-def _check_saved(asked: Asked, why: Why, answer: Path) -> None:
+def _check_saved(asked: ComparisonArguments, why: Why, answer: Path) -> None:
     if len(asked.files) > 1:
         raise CommandError(
             f"{answer} holds an answer, which is of two sides already, and there is another file beside it. Name the answer alone, "
@@ -240,20 +240,20 @@ def _check_saved(asked: Asked, why: Why, answer: Path) -> None:
         )
 
 
-def how_to_run(asked: Asked, why: Why) -> bool:
+def how_to_run(asked: ComparisonArguments, why: Why) -> bool:
     """Whether anything says what to run, or how."""
     run = asked.a or asked.b or asked.both.strip() or asked.prompts or asked.model or asked.keep
     return bool(run) or why.replay or why.explain or why.budget is not None
 
 
-def opened_answer(saved: Saved, told: str, *, partial: bool = False) -> Made:
+def opened_answer(saved: Saved, told: str, *, partial: bool = False) -> ReportWithTraces:
     """The report of a saved answer; pictures are drawn where it holds them or its traces are still there. ``partial`` reads
     what is left of damaged ones."""
     divergence, verdict, drawn = saved.divergence, saved.verdict, saved.series
     traces = None if divergence is None else _still_there(divergence, partial)
     if drawn is None and divergence is not None and traces is not None:
         drawn = series(*traces, divergence)
-    return Made(build(divergence, verdict, drawn, saved.command or told), traces)
+    return ReportWithTraces(build(divergence, verdict, drawn, saved.command or told), traces)
 
 
 def _still_there(divergence: Divergence, partial: bool) -> Pair | None:
@@ -271,7 +271,7 @@ def _still_there(divergence: Divergence, partial: bool) -> Pair | None:
     return (a, b) if same else None
 
 
-def command(asked: Asked, found: Sequence[Side]) -> str:
+def command(asked: ComparisonArguments, found: Sequence[Side]) -> str:
     """The command line that runs both sides again and says why they diverge."""
     words = ["detdiff", "explain", *(str(path) for path in asked.files)]
     if asked.partial:
@@ -290,7 +290,7 @@ def command(asked: Asked, found: Sequence[Side]) -> str:
     return shlex.join(words)
 
 
-def write(made: Made, wanted: Wanted) -> list[Path]:
+def write(made: ReportWithTraces, wanted: ReportOutputs) -> list[Path]:
     """Write what is wanted, and say which files there are now. Raises CommandError, Interrupted and OSError."""
     if made.traces is not None:
         # A saved answer says only now which traces it is drawn from.
@@ -314,7 +314,7 @@ def _so_far(written: Sequence[Path]) -> str:
     return f"{', '.join(map(str, written))} and no more was" if written else "nothing was"
 
 
-def _each(made: Made, wanted: Wanted, drawn: Mapping[str, str]) -> Iterator[Path]:
+def _each(made: ReportWithTraces, wanted: ReportOutputs, drawn: Mapping[str, str]) -> Iterator[Path]:
     """Writes one file after the other, and gives each when it is there."""
     from detdiff.report.json import report_json_text
     from detdiff.report.markdown import markdown
@@ -337,7 +337,7 @@ def _each(made: Made, wanted: Wanted, drawn: Mapping[str, str]) -> Iterator[Path
         yield wanted.pack
 
 
-def _drawn(made: Made, folder: Path) -> dict[str, str]:
+def _drawn(made: ReportWithTraces, folder: Path) -> dict[str, str]:
     from detdiff.report.views import plots
 
     drawn = plots(made.report)
@@ -349,7 +349,7 @@ def _drawn(made: Made, folder: Path) -> dict[str, str]:
     return drawn
 
 
-def kept_pair(asked: Asked) -> Asked:
+def kept_pair(asked: ComparisonArguments) -> ComparisonArguments:
     """A single directory with the traces a and b, as --keep makes it, is those two."""
     if len(asked.files) == 1 and not (asked.files[0] / HEADER).exists():
         return replace(asked, files=pair_in(asked.files[0]) or asked.files)
@@ -362,12 +362,12 @@ def pair_in(folder: Path) -> tuple[Path, Path] | None:
     return pair if all((path / HEADER).is_file() for path in pair) else None
 
 
-def is_folder(asked: Asked) -> bool:
+def is_folder(asked: ComparisonArguments) -> bool:
     """Whether one directory was named that is no trace: a folder of comparisons."""
     return len(asked.files) == 1 and asked.files[0].is_dir() and not (asked.files[0] / HEADER).exists()
 
 
-def gathered(asked: Asked, why: Why, wanted: Wanted, width: int) -> list[str]:
+def gathered(asked: ComparisonArguments, why: Why, wanted: ReportOutputs, width: int) -> list[str]:
     """Write an index at ``wanted.html`` with a page for each comparison beside it, and say in lines what there is.
 
     Raises CommandError where the folder holds no comparison, or for options that are of one comparison; what cannot be read
@@ -399,7 +399,7 @@ def gathered(asked: Asked, why: Why, wanted: Wanted, width: int) -> list[str]:
             continue
         page = None if wanted.html is None else f"{name}.html"
         if page is not None and wanted.html is not None:
-            write(made, Wanted(html=wanted.html.with_name(page)))
+            write(made, ReportOutputs(html=wanted.html.with_name(page)))
         entries.append(IndexEntry.of(name, made.report, page))
     if not entries:
         raise CommandError(
@@ -434,9 +434,9 @@ def _comparisons(folder: Path, index: Path | None) -> Iterator[tuple[str, Path]]
             yield name, path
 
 
-def _opened(path: Path, partial: bool) -> Made:
+def _opened(path: Path, partial: bool) -> ReportWithTraces:
     if path.is_file():
         return opened_answer(read_saved(path), "", partial=partial)
     a, b = (Trace.open(path / side, partial=partial, checked=True) for side in "ab")
     divergence = compare(a, b)
-    return Made(build(divergence, None, series(a, b, divergence)), (a, b))
+    return ReportWithTraces(build(divergence, None, series(a, b, divergence)), (a, b))

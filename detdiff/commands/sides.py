@@ -28,7 +28,7 @@ Progress = Callable[[str], AbstractContextManager[OnToken | None]]
 
 
 @dataclass(frozen=True)
-class Asked:
+class ComparisonArguments:
     """The arguments of a comparison; ``both``, ``a`` and ``b`` are flags, ``a`` and ``b`` win over ``both``.
 
     ``force_tokens`` is "a" or a trace's directory. ``across_models``: two sets of weights may be compared. ``imports`` are the
@@ -62,7 +62,7 @@ class Side:
     fed: bool = False
 
 
-def sides(asked: Asked) -> tuple[Side, Side]:
+def sides(asked: ComparisonArguments) -> tuple[Side, Side]:
     """Read what was asked for; nothing is run yet.
 
     Raises CommandError for arguments that do not go together, and what reading traces and scenarios raises.
@@ -98,7 +98,7 @@ def _forced(found: tuple[Side, Side], tokens: str) -> tuple[Side, Side]:
     return a, b
 
 
-def _check_files(asked: Asked) -> None:
+def _check_files(asked: ComparisonArguments) -> None:
     for path in asked.files:
         if not path.exists():
             raise CommandError(
@@ -126,7 +126,7 @@ def _check_files(asked: Asked) -> None:
         )
 
 
-def _from_flags(asked: Asked) -> tuple[Side, Side]:
+def _from_flags(asked: ComparisonArguments) -> tuple[Side, Side]:
     flags = {}
     for name, own in (("a", asked.a), ("b", asked.b)):
         with located(f"side {name}"):
@@ -152,7 +152,7 @@ def _from_flags(asked: Asked) -> tuple[Side, Side]:
     return made[0], made[1]
 
 
-def _from_files(asked: Asked) -> tuple[Side, Side]:
+def _from_files(asked: ComparisonArguments) -> tuple[Side, Side]:
     if len(asked.files) == 1:
         path = asked.files[0]
         if path.is_dir() or not (asked.a or asked.b):
@@ -164,7 +164,7 @@ def _from_files(asked: Asked) -> tuple[Side, Side]:
     return _from_file("a", first, asked, asked.a), _from_file("b", second, asked, asked.b)
 
 
-def _from_file(name: str, path: Path, asked: Asked, own: str) -> Side:
+def _from_file(name: str, path: Path, asked: ComparisonArguments, own: str) -> Side:
     with located(f"side {name}"):
         flags = merged(asked.both, own)
     if path.is_dir():

@@ -5,8 +5,8 @@ Importing this imports neither mlx nor torch; what is probed does.
 
 from __future__ import annotations
 
-from .operation import Shape
+from .operation import LinearSizes
 from .run import Probe, find_target, probe
-from .targets import Function, Linear
+from .targets import Function, LinearTarget
 
-__all__ = ["Function", "Linear", "Probe", "Shape", "find_target", "probe"]
+__all__ = ["Function", "LinearTarget", "Probe", "LinearSizes", "find_target", "probe"]

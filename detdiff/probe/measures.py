@@ -15,15 +15,15 @@ from numpy.typing import NDArray
 
 from detdiff.compare.metrics import ulp_distance
 
-from .operation import Exact, Float64, Operation
-from .sweep import Content, Seen
+from .operation import Exact, Float64, ProbedOperation
+from .sweep import Content, SeedSweep
 
 # Bits after the point, and the exponent of the smallest normal number.
 _FORMATS = {"BF16": (7, -126), "F16": (10, -14), "F32": (23, -126), "F64": (52, -1022)}
 
 
 @dataclass(frozen=True)
-class Change:
+class RowChange:
     """Row 0 at M ``rows`` against row 0 alone, over all seeds.
 
     ``differing`` of ``outputs`` values have other bits; ``seeds`` are those in which any has. ``max_ulp`` is None
@@ -58,7 +58,7 @@ class Error:
     outputs: int
 
 
-def change(seen: Sequence[Seen], rows: int) -> Change:
+def change(seen: Sequence[SeedSweep], rows: int) -> RowChange:
     """Row 0 at M ``rows`` against M = 1."""
     differing = outputs = 0
     worst: int | None = 0
@@ -78,10 +78,10 @@ def change(seen: Sequence[Seen], rows: int) -> Change:
         apart = ulp_distance(alone, many)[finite]
         if worst is not None and apart.size:
             worst = max(worst, int(apart.max()))
-    return Change(rows, differing, outputs, worst, seeds)
+    return RowChange(rows, differing, outputs, worst, seeds)
 
 
-def error(seen: Sequence[Seen], exact: Sequence[Exact], rows: tuple[int, ...]) -> Error | None:
+def error(seen: Sequence[SeedSweep], exact: Sequence[Exact], rows: tuple[int, ...]) -> Error | None:
     """The error of one class, whose M all give row 0 the same bits; None where its dtype has no ULP."""
     ulps: list[Float64] = []
     relative: list[Float64] = []
@@ -151,7 +151,7 @@ class Time:
         return self.ratio >= 1 + CLEAR
 
 
-def measure(operation: Operation, content: Content, rows: Sequence[int]) -> tuple[Time, ...]:
+def measure(operation: ProbedOperation, content: Content, rows: Sequence[int]) -> tuple[Time, ...]:
     """Times every M of ``rows``, which start with 1. Each round calls all M once, in a new order."""
     given = {m: operation.given(content.rows[:m]) for m in rows}
     for m in rows:

@@ -119,7 +119,7 @@ class Weights:
 
 
 @dataclass(frozen=True, eq=False)
-class Operation:
+class ProbedOperation:
     """``call`` takes an array of ``dtype`` and returns one whose leading sizes are the rows.
 
     ``layout`` says how M rows of ``k`` lie: "rows" (M, k), "packed" (1, M, k) or "batch" (M, 1, k). ``weights`` are
@@ -179,7 +179,7 @@ def _dtype(result: Any) -> str:
 
 
 @runtime_checkable
-class Target(Protocol):
+class ProbeTarget(Protocol):
     """What is probed: makes the operation of each seed."""
 
     @property
@@ -188,7 +188,7 @@ class Target(Protocol):
     @property
     def on(self) -> str: ...
 
-    def operation(self, seed: int) -> Operation:
+    def operation(self, seed: int) -> ProbedOperation:
         """Operations of one target have the same sizes; weights may be drawn by the seed."""
 
 
@@ -198,7 +198,7 @@ LARGEST = 1 << 31  # items of a weight
 
 
 @dataclass(frozen=True)
-class Shape:
+class LinearSizes:
     """A linear operation's sizes; ``bits`` and ``group_size`` are None for a dense weight."""
 
     k: int
@@ -208,7 +208,7 @@ class Shape:
     group_size: int | None = None
 
     @classmethod
-    def parse(cls, text: str) -> Shape:
+    def parse(cls, text: str) -> LinearSizes:
         """From ``K,N,dtype[,bits[,group_size]]``; raises ProbeTargetInvalid."""
         parts = [part.strip() for part in text.split(",")]
         numbers = [*parts[:2], *parts[3:]]

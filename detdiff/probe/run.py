@@ -15,10 +15,10 @@ import numpy as np
 
 from detdiff.errors import ProbeRowsInvalid, ProbeTargetInvalid
 
-from .measures import Change, Error, Time, change, crossing, error, measure
-from .operation import FORM, Operation, Route, Shape, Target
-from .sweep import RUNS, Content, Finding, OnCalls, Seen, classes, findings, look, row_counts, work
-from .targets import Function, Linear, check_reference, find_function
+from .measures import Error, RowChange, Time, change, crossing, error, measure
+from .operation import FORM, LinearSizes, ProbedOperation, ProbeTarget, Route
+from .sweep import RUNS, ChangedRows, Content, OnCalls, SeedSweep, classes, findings, look, row_counts, work
+from .targets import Function, LinearTarget, check_reference, find_function
 
 SCHEMA = "detdiff.probe/1"
 
@@ -44,10 +44,10 @@ class Probe:
     seeds: int
     runs: int
     classes: tuple[tuple[int, ...], ...]
-    against_one: tuple[Change, ...]
-    position: tuple[Finding, ...]
-    neighbours: tuple[Finding, ...]
-    repeat: tuple[Finding, ...]
+    against_one: tuple[RowChange, ...]
+    position: tuple[ChangedRows, ...]
+    neighbours: tuple[ChangedRows, ...]
+    repeat: tuple[ChangedRows, ...]
     errors: tuple[Error, ...] | None
     times: tuple[Time, ...] | None
     paths: Mapping[int, tuple[Route, ...]]
@@ -131,7 +131,7 @@ SEEDS = 3
 MOST_SEEDS = 1000
 
 
-def find_target(text: str, on: str = "native", layout: str = "packed") -> Target:
+def find_target(text: str, on: str = "native", layout: str = "packed") -> ProbeTarget:
     """``linear:K,N,dtype[,bits[,group_size]]`` on a backend, or ``module:function``.
 
     Raises ProbeTargetInvalid and ProbeFunctionMissing.
@@ -143,12 +143,12 @@ def find_target(text: str, on: str = "native", layout: str = "packed") -> Target
             "--model for the linear sites of a model."
         )
     if kind == "linear":
-        return Linear(Shape.parse(rest), on, layout)
+        return LinearTarget(LinearSizes.parse(rest), on, layout)
     return Function(*find_function(text))
 
 
 def probe(
-    target: str | Target | Callable[[Any], Any],
+    target: str | ProbeTarget | Callable[[Any], Any],
     *,
     rows: str | Iterable[int] = DEFAULT_ROWS,
     seeds: int = SEEDS,
@@ -159,7 +159,7 @@ def probe(
     """Which numbers of rows M change a row's bits, and what each M costs.
 
     ``target`` is text (see `find_target`), a function that takes a numpy array (rows, k) and returns (rows, ...),
-    or a `Linear`, `Function` or site of a model; ``on`` is the backend of a text's linear operation. ``rows`` are
+    or a `LinearTarget`, `Function` or site of a model; ``on`` is the backend of a text's linear operation. ``rows`` are
     numbers or text such as "1..8,16"; 1 is always among them. ``seeds`` (2 or more) is from how many draws of rows,
     and of weights where they are drawn, the answer comes. ``progress`` is told the rows done and the rows in all.
 
@@ -174,17 +174,19 @@ def probe(
     return _probe(_target(target, on), swept, seeds, timed, progress)
 
 
-def _target(given: str | Target | Callable[[Any], Any], on: str) -> Target:
+def _target(given: str | ProbeTarget | Callable[[Any], Any], on: str) -> ProbeTarget:
     if isinstance(given, str):
         return find_target(given, on)
-    if isinstance(given, Target):
+    if isinstance(given, ProbeTarget):
         return given
     name = getattr(given, "__qualname__", type(given).__name__)
     return Function(given, f"{getattr(given, '__module__', None) or 'function'}:{name}")
 
 
-def _probe(target: Target, rows: tuple[int, ...], seeds: int, timed: bool, progress: OnCalls | None) -> Probe:
-    seen: list[Seen] = []
+def _probe(
+    target: ProbeTarget, rows: tuple[int, ...], seeds: int, timed: bool, progress: OnCalls | None
+) -> Probe:
+    seen: list[SeedSweep] = []
     exact = []
     total, done = work(rows) * seeds, 0
 
@@ -234,7 +236,7 @@ def _probe(target: Target, rows: tuple[int, ...], seeds: int, timed: bool, progr
     return _noted(found)
 
 
-def _check_width(seen: list[Seen]) -> None:
+def _check_width(seen: list[SeedSweep]) -> None:
     first, last = seen[0].first[1].data.shape[1], seen[-1].first[1].data.shape[1]
     if first != last:
         raise ProbeTargetInvalid(
@@ -248,7 +250,7 @@ def _all(errors: list[Error | None]) -> tuple[Error, ...] | None:
     return found if found and len(found) == len(errors) else None
 
 
-def _paths(operation: Operation, rows: tuple[int, ...]) -> dict[int, tuple[Route, ...]]:
+def _paths(operation: ProbedOperation, rows: tuple[int, ...]) -> dict[int, tuple[Route, ...]]:
     return {} if operation.routes is None else {m: operation.routes(m) for m in rows}
 
 

@@ -16,7 +16,7 @@ from detdiff.compare.metrics import Values
 from detdiff.errors import ProbeResultUnusable, ProbeRowsInvalid
 from detdiff_kernels.rounding import Float32, rounded
 
-from .operation import Operation
+from .operation import ProbedOperation
 
 MOST_ROWS = 8192
 MOST_SIZES = 256
@@ -71,7 +71,7 @@ class Content:
     cancelling: Float32 | None
 
     @classmethod
-    def of_seed(cls, seed: int, most: int, operation: Operation) -> Content:
+    def of_seed(cls, seed: int, most: int, operation: ProbedOperation) -> Content:
         """Independent standard normals; ``others`` are ``LOUDER`` times as large.
 
         Raises ProbeRowsInvalid for more items than fit a sweep.
@@ -115,7 +115,7 @@ OnCalls = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
-class Finding:
+class ChangedRows:
     """At M ``rows``, the rows at ``positions`` came out with other bits, with each of ``seeds``."""
 
     rows: int
@@ -124,7 +124,7 @@ class Finding:
 
 
 @dataclass
-class Seen:
+class SeedSweep:
     """What one seed showed. ``first`` is row 0's outputs by M, ``cancelling`` those of the cancelling row, where there
     is one; the sets hold (M, position).
     """
@@ -151,10 +151,14 @@ def work(rows: Sequence[int]) -> int:
 
 
 def look(
-    operation: Operation, content: Content, rows: Sequence[int], seed: int, on_rows: Callable[[int], None]
-) -> Seen:
+    operation: ProbedOperation,
+    content: Content,
+    rows: Sequence[int],
+    seed: int,
+    on_rows: Callable[[int], None],
+) -> SeedSweep:
     """Runs one seed over every M of ``rows``; ``on_rows`` is told the rows of each call."""
-    seen = Seen(seed)
+    seen = SeedSweep(seed)
     wanted: dict[int, list[bytes]] = {}
     for m in rows:
         values = _run(operation, content.rows[:m], on_rows)
@@ -190,7 +194,7 @@ def look(
     return seen
 
 
-def _run(operation: Operation, x: Float32, on_rows: Callable[[int], None]) -> Values:
+def _run(operation: ProbedOperation, x: Float32, on_rows: Callable[[int], None]) -> Values:
     values = operation.read(operation.run(operation.given(x)), len(x))
     on_rows(len(x))
     return values
@@ -202,7 +206,7 @@ def _keys(values: Values) -> list[bytes]:
     return [blake2b(row.tobytes(), digest_size=16, key=dtype).digest() for row in rows]
 
 
-def classes(seen: Sequence[Seen], rows: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+def classes(seen: Sequence[SeedSweep], rows: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     """Partition of ``rows``: two M are together only if row 0 has the same bits for every seed."""
     found: dict[tuple[object, ...], list[int]] = {}
     for m in rows:
@@ -210,13 +214,15 @@ def classes(seen: Sequence[Seen], rows: Sequence[int]) -> tuple[tuple[int, ...],
     return tuple(tuple(members) for members in found.values())
 
 
-def findings(seen: Sequence[Seen], what: Callable[[Seen], set[tuple[int, int]]]) -> tuple[Finding, ...]:
+def findings(
+    seen: Sequence[SeedSweep], what: Callable[[SeedSweep], set[tuple[int, int]]]
+) -> tuple[ChangedRows, ...]:
     """What single seeds found, joined: one finding an M."""
     return tuple(_joined([(one.seed, what(one)) for one in seen]))
 
 
-def _joined(found: list[tuple[int, set[tuple[int, int]]]]) -> Iterator[Finding]:
+def _joined(found: list[tuple[int, set[tuple[int, int]]]]) -> Iterator[ChangedRows]:
     for m in sorted({rows for _, places in found for rows, _ in places}):
         positions = sorted({at for _, places in found for rows, at in places if rows == m})
         seeds = tuple(seed for seed, places in found if any(rows == m for rows, _ in places))
-        yield Finding(m, tuple(positions), seeds)
+        yield ChangedRows(m, tuple(positions), seeds)

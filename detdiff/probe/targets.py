@@ -24,7 +24,7 @@ from detdiff.errors import (
 )
 from detdiff_kernels.rounding import DTYPES
 
-from .operation import Arrays, Exact, Float64, NumpyArrays, Operation, Shape, Weights
+from .operation import Arrays, Exact, Float64, LinearSizes, NumpyArrays, ProbedOperation, Weights
 
 LIBRARIES = ("numpy", "mlx", "torch")
 
@@ -47,13 +47,13 @@ def arrays_of(name: str) -> Arrays:
 
 
 @dataclass(frozen=True)
-class Linear:
+class LinearTarget:
     """A linear operation on one backend: ``native`` (MLX), ``numpy``, ``torch``, a profile or a kernel path.
 
     ``layout`` is how rows lie on all but numpy and torch: "packed" [1, M, K] or "batch" [M, 1, K].
     """
 
-    shape: Shape
+    shape: LinearSizes
     on: str = "native"
     layout: str = "packed"
 
@@ -61,7 +61,7 @@ class Linear:
     def name(self) -> str:
         return f"linear:{self.shape}"
 
-    def operation(self, seed: int) -> Operation:
+    def operation(self, seed: int) -> ProbedOperation:
         """Raises ProbeBackendUnusable for a backend that is not there or cannot run this shape."""
         if self.on in ("numpy", "torch"):
             return self._plain(seed)
@@ -69,7 +69,7 @@ class Linear:
 
         return module_operation(linear_module(self.shape, seed), self.on, self.layout, self.shape.dtype)
 
-    def _plain(self, seed: int) -> Operation:
+    def _plain(self, seed: int) -> ProbedOperation:
         if self.shape.bits is not None:
             raise ProbeBackendUnusable(
                 f"{self.on} has no quantised matmul, and {self.name!r} has {self.shape.bits}-bit weights. Leave the bits "
@@ -83,7 +83,7 @@ class Linear:
         def call(x: Any) -> Any:
             return x @ weight
 
-        return Operation(self.shape.k, self.shape.dtype, arrays, call, weights=rows)
+        return ProbedOperation(self.shape.k, self.shape.dtype, arrays, call, weights=rows)
 
 
 DEFAULT_K = 576
@@ -112,7 +112,7 @@ class Function:
     def layout(self) -> str:
         return "rows"
 
-    def operation(self, seed: int) -> Operation:
+    def operation(self, seed: int) -> ProbedOperation:
         """Raises ProbeTargetInvalid where K or dtype are none, ProbeBackendUnusable without the library."""
         k = self.k if self.k is not None else getattr(self.call, "k", DEFAULT_K)
         dtype = getattr(self.call, "dtype", "float32")
@@ -121,7 +121,7 @@ class Function:
                 f"{self.name} takes rows of k = {k!r} in {dtype!r}; expected a number from 1 to {LARGEST_K:,} and one of "
                 f"{', '.join(DTYPES)}. Correct --shape, or the function's attributes k and dtype."
             )
-        return Operation(k, dtype, arrays_of(self.array), self._guarded, reference=self._reference())
+        return ProbedOperation(k, dtype, arrays_of(self.array), self._guarded, reference=self._reference())
 
     def _guarded(self, x: Any) -> Any:
         try:

@@ -81,7 +81,7 @@ def first_request(divergence: Divergence) -> RequestDivergence | None:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrialOutcome:
     """``kind`` is None where the two runs do not diverge, or could not be run or compared: ``why`` says so then.
 
     ``needed`` are limits for generated tokens by request id, smallest first: as many as it takes to reach the first
@@ -95,7 +95,7 @@ class Outcome:
     why: str = ""
 
     @classmethod
-    def of(cls, a: Trace, b: Trace, divergence: Divergence) -> Outcome:
+    def of(cls, a: Trace, b: Trace, divergence: Divergence) -> TrialOutcome:
         rows = len(a.row_index().request) + len(b.row_index().request)
         kind = DivergenceKind.of(divergence)
         if kind is None:
@@ -113,7 +113,7 @@ class Outcome:
         }
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Outcome:
+    def from_json(cls, values: Mapping[str, Any]) -> TrialOutcome:
         """Raises KeyError and TypeError for what ``to_json`` did not write."""
         kind = values["kind"]
         return cls(
@@ -126,7 +126,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class _Ends:
+class _LastForwards:
     """How far a run has to be followed on each side: the number of the last forward that matters."""
 
     a: int | None = None
@@ -134,15 +134,15 @@ class _Ends:
 
 
 def _needed(a: Trace, b: Trace, divergence: Divergence) -> tuple[dict[str, int], ...]:
-    ends: list[_Ends] = []
+    ends: list[_LastForwards] = []
     first = first_request(divergence)
     if first is not None and first.origin is not None:
-        ends.append(_Ends(first.origin.forward_a, first.origin.forward_b))
+        ends.append(_LastForwards(first.origin.forward_a, first.origin.forward_b))
     if first is not None and first.flip is not None:
-        ends.append(_Ends(first.flip.forward_a, first.flip.forward_b))
+        ends.append(_LastForwards(first.flip.forward_a, first.flip.forward_b))
     for finding in divergence.bookkeeping[:1]:
         at = finding.forward
-        ends.append(_Ends(at if finding.run != "b" else None, at if finding.run != "a" else None))
+        ends.append(_LastForwards(at if finding.run != "b" else None, at if finding.run != "a" else None))
     limits = [_limits(a, b, end) for end in ends]
     together = {id: max(each[id] for each in limits) for id in limits[0]} if limits else {}
     # A difference that arises in a last row may reach nothing that lasts; and drafts are fewer near a request's end.
@@ -154,7 +154,7 @@ def _needed(a: Trace, b: Trace, divergence: Divergence) -> tuple[dict[str, int],
     return tuple(found)
 
 
-def _limits(a: Trace, b: Trace, end: _Ends) -> dict[str, int]:
+def _limits(a: Trace, b: Trace, end: _LastForwards) -> dict[str, int]:
     """By request id, how many tokens it has to be let generate for all its rows up to a forward of each run."""
     found: dict[str, int] = {}
     for trace, forward in ((a, end.a), (b, end.b)):

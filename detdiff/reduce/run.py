@@ -18,9 +18,9 @@ from detdiff.scenario import Scenario
 from detdiff.trace import Trace
 
 from .pair import Candidate, dropped, plain
-from .result import Outcome, ReduceOptions, Reduction, Step
+from .result import ReduceOptions, Reduction, Step, TrialOutcome
 from .search import Search
-from .trials import Progress, ReductionFolder, Trials
+from .trials import CandidateTrials, Progress, ReductionFolder
 
 Run = Trace | Scenario | Path | str
 OnStep = Callable[[Step], None]
@@ -60,10 +60,10 @@ def reduce(
     start = Candidate(plain_[0], plain_[1])
     kept = ReductionFolder(folder, _case(start, models, options))
     with tempfile.TemporaryDirectory(prefix="detdiff-reduce-") as scratch:
-        trials = Trials(kept, models, Path(scratch), budget, progress)
+        trials = CandidateTrials(kept, models, Path(scratch), budget, progress)
         steps: list[Step] = []
 
-        def step(said: str, pair: Candidate, answer: Outcome) -> None:
+        def step(said: str, pair: Candidate, answer: TrialOutcome) -> None:
             made = _step(len(steps), said, pair, answer)
             steps.append(made)
             if kept.step(made, pair, trials.write_twins) and on_step is not None:
@@ -90,7 +90,7 @@ def reduce(
         )
 
 
-def _started(trials: Trials, start: Candidate, step: Any, options: ReduceOptions) -> Search:
+def _started(trials: CandidateTrials, start: Candidate, step: Any, options: ReduceOptions) -> Search:
     search = Search(trials, start, step, flip=options.keep_flip)
     if search.original is None:
         raise NothingToReduce(
@@ -167,7 +167,7 @@ def _layers(model: LoadedModel, start: Candidate, options: ReduceOptions) -> int
     return layers_of(model.config) if known and model.config else None
 
 
-def _step(number: int, said: str, pair: Candidate, answer: Outcome) -> Step:
+def _step(number: int, said: str, pair: Candidate, answer: TrialOutcome) -> Step:
     limits = [request.max_tokens for request in pair.a.requests]
     return Step(
         number=number,

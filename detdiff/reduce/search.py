@@ -10,8 +10,8 @@ from detdiff.errors import ScenarioError
 from detdiff.explain.control import smallest
 
 from .pair import Candidate, Twin, lowered, plainer
-from .result import DivergenceKind, Outcome
-from .trials import BudgetSpent, Trials
+from .result import DivergenceKind, TrialOutcome
+from .trials import CandidateTrials, ReductionBudgetSpent
 
 
 def least_number(low: int, high: int, works: Callable[[int], bool]) -> int:
@@ -37,7 +37,7 @@ def least_number(low: int, high: int, works: Callable[[int], bool]) -> int:
 
 Holds = Callable[[Candidate], bool]
 Phase = Callable[[Candidate, Holds], Candidate]
-OnStep = Callable[[str, Candidate, Outcome], None]
+OnStep = Callable[[str, Candidate, TrialOutcome], None]
 
 ROUNDS: Final = 4
 NEIGHBOURS: Final = 12
@@ -55,7 +55,9 @@ class Search:
     done again with a verdict on each candidate that looks alike.
     """
 
-    def __init__(self, trials: Trials, start: Candidate, on_step: OnStep, *, flip: bool = False) -> None:
+    def __init__(
+        self, trials: CandidateTrials, start: Candidate, on_step: OnStep, *, flip: bool = False
+    ) -> None:
         """Raises what running the original raises; ``original`` is then what has to stay."""
         self.now = start
         self.answer = trials.original(start)
@@ -83,7 +85,7 @@ class Search:
                 self._rounds()
                 self._phase("fewer layers", lambda now, holds: _layers(now, holds, layers))
             self.finished = True
-        except BudgetSpent:
+        except ReductionBudgetSpent:
             return
 
     def _rounds(self) -> None:
@@ -123,7 +125,7 @@ class Search:
 
         try:
             return self._cut(phase(self.now, noted), noted)
-        except BudgetSpent:
+        except ReductionBudgetSpent:
             if best == self.now:
                 raise
             return best

@@ -34,7 +34,7 @@ from detdiff.trace import Trace
 from detdiff.trace.files import replace_file
 
 from .pair import TWIN, TWIN_DRAFT, Candidate, Twin, short_toml
-from .result import Outcome, Step
+from .result import Step, TrialOutcome
 
 CASE, TRIED, STEPS = "case.json", "tried.jsonl", "steps.jsonl"
 SCHEMA = "detdiff.reduction/2"
@@ -50,7 +50,7 @@ class ReductionFolder:
         holds something else, or a file of it is damaged.
         """
         self.path = Path(path)
-        self.answers: dict[str, Outcome] = {}
+        self.answers: dict[str, TrialOutcome] = {}
         self.verdicts: dict[str, tuple[str, str]] = {}
         self.steps: list[Step] = []
         self._pair: Candidate | None = None
@@ -67,7 +67,7 @@ class ReductionFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         _write(known, json.dumps({"schema": SCHEMA, **case}, indent=1) + "\n")
 
-    def answer(self, key: str, answer: Outcome) -> None:
+    def answer(self, key: str, answer: TrialOutcome) -> None:
         """Keep what a candidate gave."""
         self._append({"key": key, "answer": answer.to_json()})
         self.answers[key] = answer
@@ -118,7 +118,7 @@ class ReductionFolder:
         for line in _lines(self.path / TRIED):
             try:
                 if "answer" in line:
-                    self.answers[line["key"]] = Outcome.from_json(line["answer"])
+                    self.answers[line["key"]] = TrialOutcome.from_json(line["answer"])
                 else:
                     self.verdicts[line["key"]] = (line["verdict"], line["rule"])
             except (KeyError, TypeError, ValueError):
@@ -180,18 +180,18 @@ Progress = Callable[[int, int], None]
 _FATAL = (TraceWriteError, OSError, MemoryError, ReplayError)
 
 
-class BudgetSpent(Exception):
+class ReductionBudgetSpent(Exception):
     """The budget of candidates is spent."""
 
 
 @dataclass(eq=False)
-class _Recorded:
+class _ComparedPair:
     a: Trace
     b: Trace
     divergence: Divergence
 
 
-class Trials:
+class CandidateTrials:
     """Answers about candidates: from the folder where they are known, else by running them.
 
     ``models`` are the pair's own, used in every run. ``budget`` is how many candidates may be run, those of earlier,
@@ -213,7 +213,7 @@ class Trials:
         self._progress = progress
         self._asked: set[str] = set()
         self._count = 0
-        self._kept: dict[str, _Recorded] = {}
+        self._kept: dict[str, _ComparedPair] = {}
         self._twins: dict[Twin, Models] = {}
         self._verdicts: dict[str, Verdict] = {}
 
@@ -222,26 +222,28 @@ class Trials:
         """Candidates asked about so far, each once."""
         return len(self._asked)
 
-    def original(self, candidate: Candidate) -> Outcome:
+    def original(self, candidate: Candidate) -> TrialOutcome:
         """What the pair gives that is to be reduced. Raises what recording and comparing raise, but NothingComparable."""
         key = candidate.key
         self._asked.add(key)
         if key not in self._folder.answers:
             try:
                 runs = self._record(candidate)
-                found = Outcome.of(runs.a, runs.b, runs.divergence)
+                found = TrialOutcome.of(runs.a, runs.b, runs.divergence)
             except NothingComparable:
-                found = Outcome(0, None, why="the two runs have nothing in common that could be compared")
+                found = TrialOutcome(
+                    0, None, why="the two runs have nothing in common that could be compared"
+                )
             self._folder.answer(key, found)
         return self._folder.answers[key]
 
-    def answer(self, candidate: Candidate) -> Outcome:
-        """What a candidate gives. Raises BudgetSpent, and what a full disk or spent memory raises."""
+    def answer(self, candidate: Candidate) -> TrialOutcome:
+        """What a candidate gives. Raises ReductionBudgetSpent, and what a full disk or spent memory raises."""
         key = candidate.key
         known = key in self._folder.answers
         # What is known costs nothing, so that a smaller budget never leads back to a larger pair.
         if not known and self._budget is not None and len(self._asked) >= self._budget:
-            raise BudgetSpent
+            raise ReductionBudgetSpent
         self._asked.add(key)
         if not known:
             self._folder.answer(key, self._run(candidate))
@@ -283,17 +285,17 @@ class Trials:
         else:
             shutil.rmtree(folder / TWIN_DRAFT, ignore_errors=True)
 
-    def _run(self, candidate: Candidate) -> Outcome:
+    def _run(self, candidate: Candidate) -> TrialOutcome:
         try:
             runs = self._record(candidate)
         except _FATAL:
             raise
         except Exception as error:
             # A model's own code may fail in any way on a size that it never met.
-            return Outcome(0, None, why=f"{type(error).__name__}: {' '.join(str(error).split())}")
-        return Outcome.of(runs.a, runs.b, runs.divergence)
+            return TrialOutcome(0, None, why=f"{type(error).__name__}: {' '.join(str(error).split())}")
+        return TrialOutcome.of(runs.a, runs.b, runs.divergence)
 
-    def _record(self, candidate: Candidate) -> _Recorded:
+    def _record(self, candidate: Candidate) -> _ComparedPair:
         models = self._models(candidate.twin)
         options = RecordOptions(observe=0, progress=self._progress, durable=False)
         self._count += 1
@@ -302,7 +304,7 @@ class Trials:
             path = self._scratch / f"{self._count}{name}"
             scenario = candidate.side(name)
             traces.append(record(scenario, path, loaded=models.target, draft=models.draft, options=options))
-        runs = _Recorded(traces[0], traces[1], compare(*traces))
+        runs = _ComparedPair(traces[0], traces[1], compare(*traces))
         self._kept[candidate.key] = runs
         while len(self._kept) > 4:
             old = self._kept.pop(next(iter(self._kept)))

@@ -32,7 +32,7 @@ def open_gguf(path: Path) -> Any:
     """A ``gguf.GGUFReader`` of a whole file of version 2 or 3, little-endian; tensors are mapped, not copied.
 
     Raises UnreadableGguf for a file that is missing, cut or damaged, UnsupportedFormat for another version or byte order
-    and for a type of tensor that the package does not know, and GgufPackageMissing without the package.
+    and for a type of tensor that the package does not know, and MissingGgufPackage without the package.
     """
     try:
         from gguf import GGML_QUANT_SIZES, GGUFReader

@@ -7,7 +7,7 @@ from conftest import Run
 from hypothesis import given
 from hypothesis import strategies as st
 
-from detdiff.check.settings import LATEST, Composition, compositions, listed
+from detdiff.check.settings import LATEST, CheckedSchedule, compositions, listed
 from detdiff.errors import CheckError, NothingToCheck, ScenarioError, ScheduleInvalid
 from detdiff.scenario import Scenario
 
@@ -29,7 +29,7 @@ SEEDS = st.integers(0, 50)
 def test_static_batches_are_of_the_size_asked_for_and_hold_every_request(
     count: int, size: int, seed: int
 ) -> None:
-    asked = Composition.of(f"static:{size}", "packed")
+    asked = CheckedSchedule.of(f"static:{size}", "packed")
     if size > count:
         with pytest.raises(NothingToCheck):
             asked.draw(base(count), seed)
@@ -44,7 +44,7 @@ def test_static_batches_are_of_the_size_asked_for_and_hold_every_request(
 
 @given(COUNTS, SEEDS)
 def test_continuous_requests_arrive_one_after_the_other(count: int, seed: int) -> None:
-    (drawn,) = Composition.of("continuous:2", "padded").draw(base(count), seed)
+    (drawn,) = CheckedSchedule.of("continuous:2", "padded").draw(base(count), seed)
     arrivals = [request.arrival for request in drawn.requests]
     steps = [b - a for a, b in zip(arrivals, arrivals[1:], strict=False)]
     assert arrivals[0] == 0 and all(0 <= step <= LATEST for step in steps)
@@ -52,23 +52,23 @@ def test_continuous_requests_arrive_one_after_the_other(count: int, seed: int) -
     assert drawn.schedule.active == 2
     if not seed:
         assert ids(drawn) == [f"r{n}" for n in range(count)] and set(steps) == {1}
-    assert Composition.of("continuous:2", "padded").draw(base(count), seed) == [drawn]
+    assert CheckedSchedule.of("continuous:2", "padded").draw(base(count), seed) == [drawn]
 
 
 def test_seeds_draw_other_neighbours_and_arrivals() -> None:
-    static, continuous = Composition.of("static:2", "padded"), Composition.of("continuous", "padded")
+    static, continuous = CheckedSchedule.of("static:2", "padded"), CheckedSchedule.of("continuous", "padded")
     assert len({str([ids(each) for each in static.draw(base(6), seed)]) for seed in range(6)}) > 3
     assert len({str(continuous.draw(base(6), seed)) for seed in range(6)}) == 6
 
 
 def test_scenario_keys_follow_a_schedule() -> None:
-    (drawn,) = Composition.of("continuous:2 prefill_chunk=4 arrivals=0,7", "packed").draw(base(2), 0)
+    (drawn,) = CheckedSchedule.of("continuous:2 prefill_chunk=4 arrivals=0,7", "packed").draw(base(2), 0)
     assert drawn.schedule.prefill_chunk == 4 and [r.arrival for r in drawn.requests] == [0, 7]
     assert drawn.schedule.active == 2
 
 
 def test_serial_is_the_run_alone() -> None:
-    assert Composition.of("serial", "padded").draw(base(3), 5) == [base(3)]
+    assert CheckedSchedule.of("serial", "padded").draw(base(3), 5) == [base(3)]
 
 
 def test_every_schedule_comes_in_every_layout() -> None:
@@ -88,13 +88,13 @@ def test_every_schedule_comes_in_every_layout() -> None:
 )
 def test_what_is_no_schedule_is_refused(written: str) -> None:
     with pytest.raises(ScheduleInvalid, match="is no schedule"):
-        Composition.of(written, "padded")
+        CheckedSchedule.of(written, "padded")
 
 
 @given(st.text(max_size=30))
 def test_any_text_is_a_schedule_or_refused(text: str) -> None:
     try:
-        found = Composition.of(text, "padded")
+        found = CheckedSchedule.of(text, "padded")
     except (CheckError, ScenarioError):
         return
     assert found.written == text.strip() and found.kind in text

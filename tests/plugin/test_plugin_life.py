@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from conftest import Run, text_of
 
-from detdiff.commands.sides import Asked, sides
+from detdiff.commands.sides import ComparisonArguments, sides
 from detdiff.compare import compare
 from detdiff.trace import Trace
 
@@ -97,7 +97,7 @@ def test_what_is_kept_of_a_named_model_runs_again(pytester: pytest.Pytester, run
     folder = ".detdiff/test_it.py/test_it/static-2-packed/batch-0"
     for command in ("compare", "explain"):
         assert f"  run: detdiff {command} {folder}/a.toml {folder}/b.toml" in result.outlines
-    found = sides(Asked((pytester.path / folder / "a.toml", pytester.path / folder / "b.toml")))
+    found = sides(ComparisonArguments((pytester.path / folder / "a.toml", pytester.path / folder / "b.toml")))
     a, b = (side.source for side in found)
     assert not isinstance(a, Trace) and not isinstance(b, Trace)
     assert (a.schedule.kind, b.schedule.kind) == ("serial", "static")

@@ -62,9 +62,9 @@ def test_stock_mlx_on_a_cpu_is_one_class_for_every_shape(shape: str) -> None:
 
 
 def probe_layout(shape: str, layout: str, on: str = "native", rows: str = "1..3,8") -> Any:
-    from detdiff.probe import Linear, Shape
+    from detdiff.probe import LinearSizes, LinearTarget
 
-    return probe(Linear(Shape.parse(shape), on, layout), rows=rows, seeds=2, timed=False)
+    return probe(LinearTarget(LinearSizes.parse(shape), on, layout), rows=rows, seeds=2, timed=False)
 
 
 def openblas() -> Path:

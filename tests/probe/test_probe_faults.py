@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from injected import N, Rows, exact, injected, probed
 from numpy.typing import NDArray
 
-from detdiff.probe.sweep import Finding
+from detdiff.probe.sweep import ChangedRows
 
 ALL = (0, 1, 2)
 Outputs = NDArray[np.float64]
@@ -53,7 +53,7 @@ def test_row_0_that_changes_from_3_rows_on_is_two_classes() -> None:
     three = found.against_one[1]
     assert (three.rows, three.differing, three.outputs, three.max_ulp, three.seeds) == (3, 3, 3 * N, 1, ALL)
     # Row 0 alone has the fault, so every other position differs from it.
-    assert found.position[0] == Finding(3, (1, 2), ALL)
+    assert found.position[0] == ChangedRows(3, (1, 2), ALL)
     assert found.neighbours == found.repeat == ()
 
 
@@ -65,7 +65,7 @@ def test_a_last_row_that_is_wrong_at_some_m_is_named_by_its_position() -> None:
     found = probed(injected(fault))
     # Alone, row 0 is the last row.
     assert found.classes == ((1,), (2, 3, 4, 5, 6, 7, 8, 9))
-    assert found.position == (Finding(5, (4,), ALL), Finding(9, (8,), ALL))
+    assert found.position == (ChangedRows(5, (4,), ALL), ChangedRows(9, (8,), ALL))
     assert found.neighbours == found.repeat == ()
 
 
@@ -88,7 +88,7 @@ def test_a_scale_taken_over_the_batch_reaches_every_row_and_no_position() -> Non
             y += np.abs(x).max()
 
     found = probed(injected(fault))
-    assert found.neighbours == (Finding(4, (0, 1, 2, 3), ALL),)
+    assert found.neighbours == (ChangedRows(4, (0, 1, 2, 3), ALL),)
     assert found.position == found.repeat == ()
 
 
@@ -100,7 +100,7 @@ def test_a_row_that_differs_on_repeat_is_named() -> None:
             y[2] += next(calls)
 
     found = probed(injected(fault))
-    assert found.repeat == (Finding(6, (2,), ALL),)
+    assert found.repeat == (ChangedRows(6, (2,), ALL),)
     assert "race" in found.notes[0] and not found.invariant
 
 

@@ -13,7 +13,7 @@ import pytest
 from command_line import PROMPTS, flags, paragraph, run
 
 import detdiff.commands.report as reports
-from detdiff.commands.report import Wanted, opened_answer, put, write
+from detdiff.commands.report import ReportOutputs, opened_answer, put, write
 from detdiff.errors import Interrupted
 from detdiff.report.saved import read_saved
 
@@ -161,7 +161,7 @@ def test_an_interrupt_says_what_is_there_by_then(
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(Interrupted, match=r"x\.html and no more was written"):
-            write(made, Wanted(html=tmp_path / "x.html", markdown=tmp_path / "x.md"))
+            write(made, ReportOutputs(html=tmp_path / "x.html", markdown=tmp_path / "x.md"))
     finally:
         signal.signal(signal.SIGINT, before)
 

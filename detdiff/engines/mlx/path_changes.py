@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from detdiff.engines.mlx.taps.forward import Forward
-from detdiff.engines.mlx.taps.kernel_plan import NATIVE, Path, RowComputation, Span
-from detdiff.engines.mlx.taps.kernel_plan import CallSite as Where
+from detdiff.engines.mlx.taps.kernel_plan import NATIVE, CallSite, Path, RowComputation, Span
 from detdiff.engines.mlx.taps.operations import ROW_BY_ROW
 from detdiff.engines.mlx.taps.sites import SiteMap
 from detdiff.explain.case import Side
@@ -43,15 +42,15 @@ class Steer:
     def begin(self, sites: SiteMap, forward: Forward) -> None:
         self.forward, self.rows = forward, rows_of(forward)
 
-    def spans(self, place: Where, call: Call, planned: Spans) -> Spans:
+    def spans(self, place: CallSite, call: Call, planned: Spans) -> Spans:
         return planned
 
-    def others(self, place: Where, call: Call, planned: Spans) -> Spans:
+    def others(self, place: CallSite, call: Call, planned: Spans) -> Spans:
         return planned
 
-    def compare(self, place: Where, taken: mx.array, other: mx.array) -> None: ...
+    def compare(self, place: CallSite, taken: mx.array, other: mx.array) -> None: ...
 
-    def rows_at(self, place: Where, call: Call) -> list[Row | None]:
+    def rows_at(self, place: CallSite, call: Call) -> list[Row | None]:
         """The forward's row behind each flat row of a call; empty where that cannot be told."""
         forward = self.forward
         assert forward is not None
@@ -67,12 +66,12 @@ class Steer:
 class SingleRowPaths(Steer):
     """Every call on the path that a single row takes, whatever the number of rows."""
 
-    def __init__(self, plan: Callable[[Where, Call], Spans]) -> None:
+    def __init__(self, plan: Callable[[CallSite, Call], Spans]) -> None:
         """``plan`` is what the kernel plan says of a call."""
         super().__init__()
         self._plan = plan
 
-    def spans(self, place: Where, call: Call, planned: Spans) -> Spans:
+    def spans(self, place: CallSite, call: Call, planned: Spans) -> Spans:
         if call.op == "attention":
             if call.rows * call.batch == 1:
                 return planned
@@ -137,10 +136,10 @@ class Doubting(Steer):
         self.settle()
         super().begin(sites, forward)
 
-    def others(self, place: Where, call: Call, planned: Spans) -> Spans:
+    def others(self, place: CallSite, call: Call, planned: Spans) -> Spans:
         return self._others
 
-    def compare(self, place: Where, taken: mx.array, other: mx.array) -> None:
+    def compare(self, place: CallSite, taken: mx.array, other: mx.array) -> None:
         assert self.forward is not None
         bits = mx.uint32 if taken.itemsize == 4 else mx.uint16
         alike = taken.dtype == other.dtype
@@ -164,7 +163,7 @@ class Doubted(Doubting):
         super().__init__()
         self._a = a
 
-    def spans(self, place: Where, call: Call, planned: Spans) -> Spans:
+    def spans(self, place: CallSite, call: Call, planned: Spans) -> Spans:
         assert self.forward is not None
         rows = self.rows_at(place, call)
         change = PathChange(self.forward.index, place.site)
@@ -202,7 +201,7 @@ class Allowed(Doubting):
         super().__init__()
         self._changes, self._allowed, self._doubting = changes, frozenset(allowed), doubting
 
-    def spans(self, place: Where, call: Call, planned: Spans) -> Spans:
+    def spans(self, place: CallSite, call: Call, planned: Spans) -> Spans:
         rows = self.rows_at(place, call)
         found = {row: self._changes.held.get((place.site, row)) for row in set(rows) if row is not None}
         known = {row: each for row, each in found.items() if each is not None}

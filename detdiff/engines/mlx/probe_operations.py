@@ -19,7 +19,7 @@ from detdiff.engines.mlx.taps.operations import Operations
 from detdiff.engines.mlx.taps.session import Session
 from detdiff.engines.mlx.taps.sites import walk
 from detdiff.errors import KernelPlanError, ProbeBackendUnusable, ProbeSiteUnknown, ScenarioRangeError
-from detdiff.probe.operation import Float64, NumpyArrays, Operation, Route, Shape, Weights
+from detdiff.probe.operation import Float64, LinearSizes, NumpyArrays, ProbedOperation, Route, Weights
 from detdiff.scenario import KernelPlan, PathRule
 from detdiff.trace import Site
 from detdiff_kernels import kernel_names, profile_names
@@ -60,7 +60,7 @@ def exact_affine(weight: Affine) -> Float64:
     return wide.reshape(weight.n, weight.k)
 
 
-def linear_module(shape: Shape, seed: int) -> Module:
+def linear_module(shape: LinearSizes, seed: int) -> Module:
     """A Linear or QuantizedLinear without bias, its weights drawn by the seed."""
     dtype = getattr(mx, shape.dtype)
     if shape.bits is None:
@@ -140,7 +140,7 @@ def _wide(array: mx.array) -> Float64:
 
 def module_operation(
     module: Module, on: str, layout: str, dtype: str, *, op: Op = "linear", method: str = "__call__"
-) -> Operation:
+) -> ProbedOperation:
     """A linear module as an operation; ``method`` is what is called of it."""
     operations = operations_on(on, op)
     place = CallSite(PLACE, op, "decode")
@@ -168,7 +168,7 @@ def module_operation(
     except KernelPlanError as error:
         # What the kernel itself said; around it, a plan speaks of a scenario's rule, and nobody wrote one.
         raise ProbeBackendUnusable(f"{on} cannot run this operation: {error.__context__ or error}") from error
-    return Operation(k, dtype, MlxArrays(), call, layout, weights=weights_of(module), routes=routes)
+    return ProbedOperation(k, dtype, MlxArrays(), call, layout, weights=weights_of(module), routes=routes)
 
 
 AS_LINEAR = ".as_linear"
@@ -190,11 +190,13 @@ class ModelSite:
         return f"{self.model} {self.site}"
 
     @property
-    def shape(self) -> Shape:
+    def shape(self) -> LinearSizes:
         """K, N, activation dtype and width of a linear site."""
         quantised = "scales" in self.module
         bits, group = (int(self.module.bits), int(self.module.group_size)) if quantised else (None, None)
-        return Shape(width_of(self.module), int(self.module["weight"].shape[0]), self.dtype, bits, group)
+        return LinearSizes(
+            width_of(self.module), int(self.module["weight"].shape[0]), self.dtype, bits, group
+        )
 
     @property
     def dtype(self) -> str:
@@ -203,7 +205,7 @@ class ModelSite:
         name = str(kept.dtype).rpartition(".")[2]
         return name if name in ("float32", "float16", "bfloat16") else "bfloat16"
 
-    def operation(self, seed: int) -> Operation:
+    def operation(self, seed: int) -> ProbedOperation:
         """Raises ProbeBackendUnusable for a backend that cannot run it, and ProbeSiteUnknown for a norm on one."""
         if self.kind == "norm":
             return self._norm()
@@ -211,12 +213,12 @@ class ModelSite:
         method = "as_linear" if self.site.endswith(AS_LINEAR) else "__call__"
         return module_operation(self.module, self.on, self.layout, self.dtype, op=op, method=method)
 
-    def _norm(self) -> Operation:
+    def _norm(self) -> ProbedOperation:
         if self.on != "native":
             raise ProbeSiteUnknown(
                 f"The site {self.site!r} is a norm, which profiles and reference kernels leave native. Leave --on out."
             )
-        return Operation(
+        return ProbedOperation(
             int(self.module["weight"].shape[0]), self.dtype, MlxArrays(), self.module, self.layout
         )
 
@@ -225,7 +227,7 @@ class ModelSite:
 class ShapeSites:
     """A linear shape and the sites that have it; ``first`` stands for all of them."""
 
-    shape: Shape
+    shape: LinearSizes
     op: Op
     first: ModelSite
     sites: tuple[str, ...]
@@ -260,7 +262,7 @@ def shapes_of(loaded: LoadedModel, on: str = "native", layout: str = "packed") -
 
     Raises ProbeSiteUnknown for a model without a linear site.
     """
-    groups: dict[tuple[Shape, str], list[ModelSite]] = {}
+    groups: dict[tuple[LinearSizes, str], list[ModelSite]] = {}
     for site in sites_of(loaded, on, layout):
         if site.kind != "norm":
             groups.setdefault((site.shape, site.kind), []).append(site)

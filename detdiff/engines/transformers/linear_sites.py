@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from detdiff.compare.metrics import Values
 from detdiff.errors import OracleRefused, ProbeBackendUnusable, ProbeSiteUnknown, TorchMissing
 from detdiff.explain.bounds import Embedding, Linear
-from detdiff.explain.oracle import Operation as Judged
+from detdiff.explain.oracle import Operation
 from detdiff.explain.origins import Captured
-from detdiff.probe.operation import Float64, NumpyArrays, Operation, Weights
+from detdiff.probe.operation import Float64, NumpyArrays, ProbedOperation, Weights
 from detdiff.trace import Site
 from detdiff_kernels.rounding import DTYPES, Float32
 from detdiff_kernels.weights import Dense
@@ -94,7 +94,7 @@ class TorchLinear:
         """How many."""
         return int(self.module.weight.numel())
 
-    def operation(self, seed: int) -> Operation:
+    def operation(self, seed: int) -> ProbedOperation:
         """The module as it is. Raises ProbeBackendUnusable for weights that are no plain floats on the CPU."""
         weight = self.module.weight
         if self.dtype not in DTYPES or weight.device.type != "cpu":
@@ -108,7 +108,9 @@ class TorchLinear:
             lambda first, last: _wide(weight[first:last]),
             None if bias is None else _wide(bias),
         )
-        return Operation(int(weight.shape[1]), self.dtype, TorchArrays(), self._call, LAYOUT, weights=rows)
+        return ProbedOperation(
+            int(weight.shape[1]), self.dtype, TorchArrays(), self._call, LAYOUT, weights=rows
+        )
 
     def _call(self, x: Any) -> Any:
         return self.module(x).detach()
@@ -205,7 +207,7 @@ def torch_note() -> str:
 
 def operation_of(
     torch: Any, model: Any, site: Site, captured: Captured, request: str, rows: Sequence[int]
-) -> Judged:
+) -> Operation:
     """Of ``rows`` of a captured run. Raises OracleRefused for another kind of site, a module that computes in a way of its
     own, and a device whose kernels' roundings are not known."""
     name = re.sub(r"#\d+$", "", site.name)

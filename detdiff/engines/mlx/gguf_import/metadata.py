@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 
 from detdiff.errors import GgufCorrupt, GgufMissing, GgufPackageMissing, GgufUnsupported
 from detdiff_kernels import UnsupportedFormat
-from detdiff_kernels.errors import MissingGgufPackage as PackageMissing
-from detdiff_kernels.errors import UnreadableGguf
+from detdiff_kernels.errors import MissingGgufPackage, UnreadableGguf
 from detdiff_kernels.gguf_file import open_gguf
 
 # Architecture as GGUF names it: (model_type in mlx-lm, class name in config.json).
@@ -89,7 +88,7 @@ def read_gguf(path: Path) -> GgufFile:
         raise GgufCorrupt(str(error)) from error
     except UnsupportedFormat as error:
         raise GgufUnsupported(str(error)) from error
-    except PackageMissing as error:
+    except MissingGgufPackage as error:
         raise GgufPackageMissing(str(error)) from error
     try:
         metadata = {key: field.contents() for key, field in reader.fields.items()}
