@@ -42,6 +42,30 @@ def smollm2_draft_3bit() -> Path:
 
 
 @pytest.fixture(scope="session")
+def smollm2_f16_gguf() -> Path:
+    """SmolLM2-135M-Instruct as one GGUF file, matrices unpacked to float16."""
+    return _lay_out("f16.gguf", "--gguf", "f16")
+
+
+@pytest.fixture(scope="session")
+def smollm2_f32_gguf() -> Path:
+    """SmolLM2-135M-Instruct as one GGUF file, matrices unpacked to float32."""
+    return _lay_out("f32.gguf", "--gguf", "f32")
+
+
+@pytest.fixture(scope="session")
+def smollm2_q8_0_gguf() -> Path:
+    """SmolLM2-135M-Instruct as one GGUF file, matrices quantised again to Q8_0."""
+    return _lay_out("q8_0.gguf", "--gguf", "q8_0")
+
+
+@pytest.fixture(scope="session")
+def smollm2_q4_1_gguf() -> Path:
+    """SmolLM2-135M-Instruct as one GGUF file, as it is published: Q4_1 with a Q8_0 embedding."""
+    return _lay_out("q4_1.gguf", "--gguf", "q4_1")
+
+
+@pytest.fixture(scope="session")
 def gemma270_bf16() -> Path:
     """Gemma 3 270M, unpacked to dense bfloat16; only where it is asked for."""
     if not os.environ.get("DETDIFF_TEST_GEMMA"):
@@ -57,6 +81,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         "smollm2_packed_f32",
         "smollm2_bf16",
         "smollm2_draft_3bit",
+        "smollm2_f16_gguf",
+        "smollm2_f32_gguf",
+        "smollm2_q8_0_gguf",
+        "smollm2_q4_1_gguf",
         "gemma270_bf16",
     }
     for item in items:
@@ -66,8 +94,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def _lay_out(kind: str, *options: str, model: str = "smollm2") -> Path:
     cache = Path(os.environ.get("DETDIFF_MODEL_CACHE") or Path.home() / ".cache" / "detdiff")
-    directory = cache / "tests" / f"{model}-{kind}-{_import_version()}"
-    command = [sys.executable, str(TOOL), model, str(directory), *options]
+    name, dot, ending = kind.partition(".")
+    laid_out = cache / "tests" / f"{model}-{name}-{_import_version()}{dot}{ending}"
+    command = [sys.executable, str(TOOL), model, str(laid_out), *options]
     done = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         problem = (
@@ -76,9 +105,9 @@ def _lay_out(kind: str, *options: str, model: str = "smollm2") -> Path:
         if os.environ.get("CI"):
             pytest.fail(problem)
         pytest.skip(problem)
-    os.utime(directory)
-    _forget_old(directory.parent)
-    return directory
+    os.utime(laid_out)
+    _forget_old(laid_out.parent)
+    return laid_out
 
 
 def _import_version() -> str:
@@ -91,6 +120,6 @@ def _forget_old(folder: Path) -> None:
     for other in folder.iterdir():
         try:
             if time.time() - other.stat().st_mtime > WEEK:
-                shutil.rmtree(other)
+                shutil.rmtree(other) if other.is_dir() else other.unlink()
         except FileNotFoundError:  # another worker was quicker
             continue
