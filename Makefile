@@ -2,9 +2,9 @@
 #
 #   make demo    the built-in model, serial against continuous: where do they diverge?
 #   make test    the first tier of the tests, minutes on two cores: each capability with its injected fault. Tests of torch
-#                are skipped, unless EXTRAS=dev,gguf,torch installs it (on Linux, several GB). CI=1 runs all: more seeds,
-#                sizes, models and places of the same kind, and real weights (fetched once, kept in ~/.cache/detdiff);
-#                DETDIFF_TEST_FULL=1 also those of half an hour. docs/testing.md says more
+#                and of llama.cpp are skipped, unless EXTRAS=dev,gguf,torch,llama installs them (torch on Linux: several GB).
+#                CI=1 runs all: more seeds, sizes, models and places of the same kind, and real weights (fetched once, kept in
+#                ~/.cache/detdiff); DETDIFF_TEST_FULL=1 also those of half an hour. docs/testing.md says more
 #   make check   lint, format, types, all tests
 #   make docs    writes the pages and golden reports that are made from the code (the tests check that they are up to date)
 #   make bench   the measurements of docs/performance.md

@@ -462,6 +462,10 @@ class TorchMissing(DetdiffError):
     """torch or transformers is needed and is not installed."""
 
 
+class LlamaMissing(DetdiffError):
+    """llama.cpp's library is needed and is not installed."""
+
+
 class HypothesisMissing(DetdiffError):
     """``detdiff.strategies`` is imported and hypothesis is not installed."""
 

@@ -11,7 +11,7 @@ import pytest
 from import_rules import circles, class_twins, edges, importers, modules, only_forwards
 
 ROOT = Path(__file__).resolve().parent.parent
-HEAVY = {"mlx", "mlx_lm", "numba", "tokenizers", "torch", "transformers"}
+HEAVY = {"mlx", "mlx_lm", "numba", "tokenizers", "torch", "transformers", "xllamacpp"}
 
 
 def python(program: str) -> str:
@@ -80,6 +80,7 @@ HOMES = {
     "mlx_lm": ("engines/mlx/",),
     "torch": ("engines/transformers/",),
     "transformers": ("engines/transformers/",),
+    "xllamacpp": ("engines/llama_cpp/",),
 }
 """Where in detdiff a library may be imported."""
 APART = ("trace", "compare", "report")
