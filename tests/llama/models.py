@@ -1,0 +1,33 @@
+"""llama.cpp's library for the tests that need it, and tiny GGUF files in milliseconds."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from detdiff.engines.llama_cpp.known_model import KnownModel
+
+PROBLEM = "xllamacpp is not installed; `make test EXTRAS=dev,gguf,llama` installs it"
+KINDS = ("F32", "F16", "Q8_0", "Q4_0", "Q4_1")
+"""Types of matrices that the tests try."""
+
+
+def need_llama() -> None:
+    """Without llama.cpp's library the test is skipped, on CI it fails. Imports nothing."""
+    if find_spec("xllamacpp") is None:
+        if os.environ.get("CI"):
+            pytest.fail(PROBLEM)
+        pytest.skip(PROBLEM)
+
+
+def tiny_gguf(path: Path, kind: str = "F16", *, layers: int = 2, **changes: Any) -> Path:
+    """Write a llama of two layers with seeded random weights at `path`; ``changes`` are fields of `KnownModel`.
+
+    Its tokenizer has a token for each byte, so that any text is a prompt and comes back as it was. Its logits spread over
+    some ten units and depend on the whole prompt.
+    """
+    return KnownModel(layers=layers, kind=kind, **changes).write(path)
