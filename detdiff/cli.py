@@ -402,7 +402,7 @@ def reduce(
         _asked(files, {"partial": False, "keep": None, **options}),
         wanted,
         _progress,
-        lambda step: click.echo(f"\r{step.said}: {step.rows:,} rows", err=True) if shown else None,
+        lambda step: click.echo(f"\r{step.sentence}: {step.rows:,} rows", err=True) if shown else None,
     )
     if options["as_json"]:
         _write_json(reduction_json(found))

@@ -99,7 +99,7 @@ def _marked(node: pytest.Item | Any) -> dict[str, Any] | None:
     """What the markers of a test say, those of an outer node first; None without one."""
     found: dict[str, Any] | None = None
     for owner in node.listchain():
-        said: set[str] = set()
+        taken: set[str] = set()
         for mark in _marks(owner):
             if len(mark.args) > 1:
                 pytest.fail(
@@ -108,14 +108,14 @@ def _marked(node: pytest.Item | Any) -> dict[str, Any] | None:
                 )
             given = {**({"model": mark.args[0]} if mark.args else {}), **mark.kwargs}
             names = {"model" if name == "op" else name for name in given}
-            if said & names and not isinstance(owner, pytest.Class):
+            if taken & names and not isinstance(owner, pytest.Class):
                 # One would be dropped in silence.
                 pytest.fail(
-                    f"detdiff: two {MARKER} markers of {owner.name} say {min(said & names)}; expected one, which makes the "
+                    f"detdiff: two {MARKER} markers of {owner.name} say {min(taken & names)}; expected one, which makes the "
                     "tests. Write a test for each.",
                     pytrace=False,
                 )
-            said |= names
+            taken |= names
             found = {**(found or {}), **given}
     return found
 
@@ -128,8 +128,8 @@ def _marks(owner: Any) -> list[pytest.Mark]:
 
     def depth(mark: pytest.Mark) -> int:
         for n, each in enumerate(owner.obj.__mro__):
-            said = vars(each).get("pytestmark", ())
-            if any(getattr(one, "mark", one) is mark for one in (said if isinstance(said, list) else [said])):
+            own = vars(each).get("pytestmark", ())
+            if any(getattr(one, "mark", one) is mark for one in (own if isinstance(own, list) else [own])):
                 return n
         return -1
 

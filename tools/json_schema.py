@@ -17,7 +17,7 @@ from typing import Any
 
 from detdiff.compare import Divergence
 from detdiff.explain.verdict import Verdict
-from detdiff.report.json import DIVERGENCE, VERDICT
+from detdiff.report.json import DIVERGENCE, KEYS, VERDICT
 
 FILE = Path(__file__).parents[1] / "detdiff" / "report" / "answers.schema.json"
 NOT_FINITE = ["NaN", "Infinity", "-Infinity"]
@@ -55,7 +55,10 @@ def _object(
         defs[cls.__name__] = {}  # a class may hold itself
         hints = typing.get_type_hints(cls)
         fields = [field.name for field in dataclasses.fields(cls)]
-        properties = {**(more or {}), **{(names or {}).get(f, f): _type(hints[f], defs) for f in fields}}
+        properties = {
+            **(more or {}),
+            **{{**KEYS, **(names or {})}.get(f, f): _type(hints[f], defs) for f in fields},
+        }
         defs[cls.__name__] = {
             "type": "object",
             "properties": properties,

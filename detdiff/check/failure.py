@@ -77,15 +77,15 @@ def _headline(failures: Sequence[CheckFailure], level: str, model: str, passed: 
     """Which compositions, and whether they were checked at all."""
     total = count(len(failures) + passed, "composition")
     what = "not the golden trace" if level == GOLDEN else f"not invariant at level {level}"
-    said = []
+    endings = []
     for ending, those in (
         (what, [failure for failure in failures if failure.checked]),
         ("not checked", [failure for failure in failures if not failure.checked]),
     ):
         if those:
             who = escaped(those[0].name) if len(failures) + passed == 1 else f"{len(those)} of {total}"
-            said.append(f"{who} of {model} {ending}")
-    return "; ".join(said)
+            endings.append(f"{who} of {model} {ending}")
+    return "; ".join(endings)
 
 
 def _failure(failure: CheckFailure, full: bool) -> str:
@@ -106,7 +106,7 @@ def _failure(failure: CheckFailure, full: bool) -> str:
         _small(page, divergence)
         if failure.verdict is not None:
             verdict = failure.verdict
-            page.item("  verdict: ", f"{verdict.kind}. {escaped(verdict.said)}")
+            page.item("  verdict: ", f"{verdict.kind}. {escaped(verdict.sentence)}")
             if verdict.advice:
                 page.item("  what to do: ", escaped(verdict.advice))
     if failure.more:

@@ -115,7 +115,7 @@ def _bounded(divergence: Divergence, oracle: Callable[[], Control]) -> Ruling:
 def _outside(found: Control) -> Iterator[str]:
     """What the oracle found beyond rounding, or could not judge."""
     if found.result == "not_run":
-        yield f"whether rounding explains the difference could not be judged: {escaped(found.said)}"
+        yield f"whether rounding explains the difference could not be judged: {escaped(found.sentence)}"
         return
     if found.detail.get("changed"):
         yield (

@@ -68,7 +68,7 @@ class OpCheck:
         lines = [f"{head} ({self.array} arrays):"]
         for each in self.shapes:
             lines.append(f"  rows of {each.shape}, {each.probe.dtype}:")
-            lines += [f"    {line}" for line in said(each.probe, each.differences)]
+            lines += [f"    {line}" for line in sentences(each.probe, each.differences)]
         return "\n".join(lines)
 
 
@@ -304,7 +304,7 @@ def _pairs(
 _FEW = 3
 
 
-def said(found: Probe, elements: Sequence[ElementDifference]) -> Iterator[str]:
+def sentences(found: Probe, elements: Sequence[ElementDifference]) -> Iterator[str]:
     """One line for each fact."""
     swept = f"M = {spans_of(found.rows)}, {count(found.seeds, 'seed')}"
     if found.invariant:

@@ -101,7 +101,7 @@ def reduction_json(found: Reduction) -> dict[str, Any]:
         "dropped": list(found.dropped),
         "verdict": found.verdict.kind,
         "rule": found.verdict.rule,
-        "said": found.verdict.said,
+        "said": found.verdict.sentence,
         "site": _site(found),
         "steps": [asdict(step) for step in found.steps],
         "command": _command(found),
@@ -119,7 +119,7 @@ def reduction_text(found: Reduction, *, width: int = 100) -> str:
         f"run; the verdict is still {found.verdict.kind}{at}."
     )
     rows = [
-        (step.number, step.said, step.rows, step.requests, step.prompt_tokens, step.max_tokens)
+        (step.number, step.sentence, step.rows, step.requests, step.prompt_tokens, step.max_tokens)
         for step in found.steps
     ]
     headers = ("step", "", "rows", "requests", "prompt tokens", "generated at most")

@@ -394,8 +394,8 @@ def gathered(asked: ComparisonArguments, why: Why, wanted: ReportOutputs, width:
         try:
             made = _opened(path, asked.partial)
         except (DetdiffError, OSError) as error:
-            said = str(error) if str(path) in str(error) else f"{path}: {error}"
-            refused.append(escaped(" ".join(said.split()), ""))
+            message = str(error) if str(path) in str(error) else f"{path}: {error}"
+            refused.append(escaped(" ".join(message.split()), ""))
             continue
         page = None if wanted.html is None else f"{name}.html"
         if page is not None and wanted.html is not None:

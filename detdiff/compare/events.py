@@ -230,8 +230,8 @@ def _attributed(finding: Finding, run: RunEvents) -> Finding:
     ]
     if not done:
         return finding
-    said = "; ".join(dict.fromkeys(deed(event, run.ids) for event in done))
-    return replace(finding, detail=f"{finding.detail}; right before, after forward {since}: {said}")
+    deeds = "; ".join(dict.fromkeys(deed(event, run.ids) for event in done))
+    return replace(finding, detail=f"{finding.detail}; right before, after forward {since}: {deeds}")
 
 
 def deed(event: Event, ids: Sequence[str]) -> str:
@@ -386,11 +386,11 @@ def _quantised_apart(a: RunEvents, b: RunEvents) -> Iterator[Finding]:
     common += [key for key in sides[1] if key not in sides[0] and (key[0] in a.ids or not key[0])]
     for key in common:
         events = sides[0].get(key), sides[1].get(key)
-        said = [
+        quantised = [
             "not at all" if event is None else f"from position {event['position']} on{_chunk(run, event)}"
             for run, event in zip((a, b), events, strict=True)
         ]
-        if said[0] != said[1] and (
+        if quantised[0] != quantised[1] and (
             None in events or events[0]["position"] != events[1]["position"]  # type: ignore[index]
         ):
             layers = next(event["layers"] for event in events if event is not None)
@@ -399,7 +399,7 @@ def _quantised_apart(a: RunEvents, b: RunEvents) -> Iterator[Finding]:
                 "quantise",
                 key[0] or None,
                 None,
-                f"the cache of layers {layers} was quantised {said[0]} in run a and {said[1]} in run b",
+                f"the cache of layers {layers} was quantised {quantised[0]} in run a and {quantised[1]} in run b",
             )
 
 

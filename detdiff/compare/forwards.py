@@ -95,10 +95,10 @@ def grouped(run: str, ids: Sequence[str], noticed: Iterable[Noticed]) -> Iterato
             )
             findings.append(Finding(run, str(kind or "event"), _id(ids, request), found.forward, detail))
     # A cache that is elsewhere than its rows is why entries are not what was written, so that stands first.
-    for what, groups, said in (("offset", offsets, _offset), ("cache_changed", changed, _changed)):
+    for what, groups, describe in (("offset", offsets, _offset), ("cache_changed", changed, _changed)):
         for request, (first, *later) in _by_layers(groups).items():
-            detail = said([each.event for each in first])
-            other = [group for group in later if said([each.event for each in group]) != detail]
+            detail = describe([each.event for each in first])
+            other = [group for group in later if describe([each.event for each in group]) != detail]
             if other:
                 forwards = f"{len(other)} later forward{'s' if len(other) > 1 else ''}"
                 detail += f"; and otherwise in {forwards}, the last {other[-1][0].forward}"

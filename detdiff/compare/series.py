@@ -176,9 +176,9 @@ class Timeline:
                 paths[plan] = log.paths(number)
                 linear.add(plan, line["calls"], model)
             members = members_of(line, ids)
-            said = [*_sentences(events.get(number, ()), ids)]
+            lines = [*_sentences(events.get(number, ()), ids)]
             for each in grouped(run, ids, [Noticed(number, model, event) for event in line["events"]]):
-                said.append(f"{each.request}: {each.detail}" if each.request else each.detail)
+                lines.append(f"{each.request}: {each.detail}" if each.request else each.detail)
             found.append(
                 ForwardPoint(
                     forward=number,
@@ -188,7 +188,7 @@ class Timeline:
                     paths=paths[plan],
                     linear_path=linear.path[plan],
                     writes=sum(member.rows for member in members),
-                    events=tuple(said),
+                    events=tuple(lines),
                 )
             )
         return cls(tuple(found), linear.thresholds(run))
@@ -217,11 +217,11 @@ class _LinearPaths:
 
     def thresholds(self, run: str) -> tuple[Threshold, ...]:
         """Ascending by rows."""
-        said = {rows: ", ".join(sorted(paths)) for rows, paths in sorted(self._taken.items())}
+        paths = {rows: ", ".join(sorted(paths)) for rows, paths in sorted(self._taken.items())}
         return tuple(
-            Threshold(run, fewer, more, said[fewer], said[more])
-            for fewer, more in pairwise(said)
-            if said[fewer] != said[more]
+            Threshold(run, fewer, more, paths[fewer], paths[more])
+            for fewer, more in pairwise(paths)
+            if paths[fewer] != paths[more]
         )
 
 
@@ -357,16 +357,16 @@ def _must_be_theirs(aligned: Aligned, done: Pass, divergence: Divergence) -> Non
     numbers = {request.id: number for number, request in enumerate(aligned.pairing.pairs)}
     for request in divergence.requests:
         number = numbers.get(request.id)
-        said = request.rows, request.differing, None if request.flip is None else request.flip.index
+        claimed = request.rows, request.differing, None if request.flip is None else request.flip.index
         found = None
         if number is not None:
             rows = aligned.pairs.stream == number
             differing = int(done.tally.differing[rows].sum())
             found = int(rows.sum()), differing, aligned.pairing.pairs[number].flip
-        if said != found:
+        if claimed != found:
             raise AnswerOfOtherTraces(
-                f"The comparison says of request {request.id} that {said[1]} digests of {said[0]} rows differ, and that "
-                f"{_flip(said[2])}; {aligned.runs.a.path} and {aligned.runs.b.path} "
+                f"The comparison says of request {request.id} that {claimed[1]} digests of {claimed[0]} rows differ, and that "
+                f"{_flip(claimed[2])}; {aligned.runs.a.path} and {aligned.runs.b.path} "
                 + (
                     "do not share that request"
                     if found is None

@@ -44,14 +44,14 @@ class Figures(Mapping[str, Any]):
 class Control:
     """What one control gave.
 
-    ``result`` is a word for programs and ``said`` a sentence for people; ``forwards`` and ``seconds`` are what it took;
+    ``result`` is a word for programs, ``sentence`` is for people; ``forwards`` and ``seconds`` are what it took;
     ``detail`` is the control's own ``Figures``, or the JSON object that was read of them. The result is ``not_run`` where
-    it could not be run, and ``said`` says why.
+    it could not be run, and ``sentence`` says why.
     """
 
     name: str
     result: str
-    said: str
+    sentence: str
     forwards: int
     seconds: float
     detail: Mapping[str, Any] = field(default_factory=dict)
@@ -62,7 +62,7 @@ class Outcome:
     """A control's result, its sentence and its figures, before it is known what it took."""
 
     result: str
-    said: str
+    sentence: str
     figures: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -185,8 +185,10 @@ class Facts:
             f"the cache of layer{'s' * (len(of) > 1)} {', '.join(map(str, of))} is not known: class {kind}"
             for kind, of in layers.items()
         ]
-        said = [run.lacks["cache"] for run in (self.divergence.a, self.divergence.b) if "cache" in run.lacks]
-        return tuple(dict.fromkeys(said or found))
+        reasons = [
+            run.lacks["cache"] for run in (self.divergence.a, self.divergence.b) if "cache" in run.lacks
+        ]
+        return tuple(dict.fromkeys(reasons or found))
 
     @property
     def observed(self) -> tuple[str, ...]:
@@ -368,7 +370,7 @@ def _speculation(id: str, found: Verification) -> Iterator[Evidence]:
             id, *(None if each is None else each.proposal for each in (found.flip_a, found.flip_b))
         )
     sides = {run: side for run, side in (("a", found.a), ("b", found.b)) if side is not None}
-    said = " and ".join(
+    sentence = " and ".join(
         f"{side.accepted} of {side.proposed} drafts accepted in {run}" for run, side in sides.items()
     )
     agrees = [side.agrees for side in sides.values()]
@@ -376,25 +378,25 @@ def _speculation(id: str, found: Verification) -> Iterator[Evidence]:
     own = "the engine did not count" if None in agrees else own
     counts = {run: {"proposed": side.proposed, "accepted": side.accepted} for run, side in sides.items()}
     yield Evidence(
-        "acceptance", f"{id}: {said}; {own}", {"request": id, **counts, "engine_equal": all(agrees)}
+        "acceptance", f"{id}: {sentence}; {own}", {"request": id, **counts, "engine_equal": all(agrees)}
     )
 
 
 def _proposals(request: str, a: int | None, b: int | None) -> Evidence:
     if a is None and b is None:
-        said = "no run had a draft for the flip's token"
+        sentence = "no run had a draft for the flip's token"
     elif a is None or b is None:
         run = "b" if a is None else "a"
-        said = f"run {run} had a draft for the flip's token ({b if a is None else a}), the other none"
+        sentence = f"run {run} had a draft for the flip's token ({b if a is None else a}), the other none"
     elif a == b:
-        said = f"both runs had the same draft for the flip's token ({a}): the target decided differently, not the draft"
+        sentence = f"both runs had the same draft for the flip's token ({a}): the target decided differently, not the draft"
     else:
-        said = f"the drafts for the flip's token differ: {a} in a, {b} in b"
-    return Evidence("proposals", said, {"request": request, "a": a, "b": b, "equal": a == b})
+        sentence = f"the drafts for the flip's token differ: {a} in a, {b} in b"
+    return Evidence("proposals", sentence, {"request": request, "a": a, "b": b, "equal": a == b})
 
 
 def _origin(request: str, origin: Origin) -> Evidence:
-    said = (
+    sentence = (
         f"the first origin is {origin.site} ({origin.kind}), position {origin.position} of {request}, where "
         f"inputs are bit-equal: {seen(origin, 'a')} in a, {seen(origin, 'b')} in b"
     )
@@ -405,7 +407,7 @@ def _origin(request: str, origin: Origin) -> Evidence:
             "rule_a", "rule_b",
         )
     }  # fmt: skip
-    return Evidence("origin", said, {"request": request, **detail})
+    return Evidence("origin", sentence, {"request": request, **detail})
 
 
 def _list(numbers: Sequence[int]) -> str:

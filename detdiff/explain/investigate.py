@@ -185,4 +185,4 @@ def _told(case: Case, asked: Registered, run: Callable[[Case], Outcome]) -> Cont
     except (CannotRun, DetdiffError) as error:
         outcome = Outcome(NOT_RUN, str(error))
     seconds, forwards = time.perf_counter() - started, case.budget.forwards_spent - before
-    return Control(asked.name, outcome.result, outcome.said, forwards, seconds, outcome.figures)
+    return Control(asked.name, outcome.result, outcome.sentence, forwards, seconds, outcome.figures)

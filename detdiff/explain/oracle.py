@@ -296,7 +296,7 @@ class Outside:
     not_finite: int
 
     @property
-    def said(self) -> str:
+    def sentence(self) -> str:
         """In a clause."""
         size = f"{self.worst:.3g} times its rounding bound" if np.isfinite(self.worst) else "beyond any bound"
         where = ""
@@ -466,7 +466,7 @@ class Scores:
             "far": far,
         }
 
-    def said(self) -> str:
+    def sentence(self) -> str:
         """The answer in a few sentences."""
         judged = sum(len(each.origin_rows) for each in self._judged)
         which = f"all {judged} origins" if judged == self._total else f"{judged} of {self._total:,} origins"
@@ -515,7 +515,7 @@ def _where(each: Outside) -> dict[str, Any]:
         "worst": _finite(each.worst),
         "bits": each.bits,
         **each.places,
-        "said": each.said,
+        "said": each.sentence,
     }
 
 

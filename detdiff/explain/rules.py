@@ -330,7 +330,7 @@ def decide(facts: Facts) -> Verdict:
     evidence = [*facts.evidence(), *_from_controls(controls)]
     return Verdict(
         kind=rule.verdict,
-        said=rule.says(facts),
+        sentence=rule.says(facts),
         evidence=tuple(dataclasses.replace(each, decided=each.fact in rule.because) for each in evidence),
         controls=controls,
         divergence=facts.divergence,
@@ -349,7 +349,7 @@ def _missing(rule: VerdictRule, facts: Facts) -> tuple[str, ...]:
 def _from_controls(controls: tuple[Control, ...]) -> Iterator[Evidence]:
     for control in controls:
         if control.result != "not_run":
-            yield Evidence(control.name, control.said, {"result": control.result})
+            yield Evidence(control.name, control.sentence, {"result": control.result})
 
 
 def table() -> str:

@@ -219,7 +219,7 @@ def _change(facts: Facts) -> str:
 
 def _said(facts: Facts, control: str) -> str:
     found = facts.controls.get(control)
-    return "" if found is None else _sentence(found.said)
+    return "" if found is None else _sentence(found.sentence)
 
 
 def _sentence(words: str) -> str:
@@ -314,7 +314,7 @@ def missing(facts: Facts) -> tuple[str, ...]:
     for control, wanted in (("repeat", "equal"), ("pin_kernels", "removed"), ("oracle", "inside")):
         result = facts.result(control)
         if result == "not_run":
-            why = facts.controls[control].said if control in facts.controls else "it was not asked for"
+            why = facts.controls[control].sentence if control in facts.controls else "it was not asked for"
             found.append(f"the control {control} ({why})")
         elif result != wanted:
             found.append(f"the control {control} gave {result}, not {wanted}")

@@ -118,13 +118,13 @@ KINDS: Final[tuple[Kind, ...]] = (
 
 @dataclass(frozen=True)
 class Evidence:
-    """One fact: ``fact`` names it, ``said`` is a sentence, ``detail`` holds its figures as JSON values.
+    """One fact: ``fact`` names it, ``sentence`` says it, ``detail`` holds its figures as JSON values.
 
     ``decided`` is true for the facts by which the verdict was reached.
     """
 
     fact: str
-    said: str
+    sentence: str
     detail: Mapping[str, Any] = field(default_factory=dict)
     decided: bool = False
 
@@ -133,14 +133,14 @@ class Evidence:
 class Verdict:
     """What kind of difference it is. ``rule`` names the row of the table of rules that decided.
 
-    ``said`` is the verdict in a sentence or two and ``advice`` what to do about it, empty where nothing is to be done.
+    ``sentence`` is the verdict in a sentence or two and ``advice`` what to do about it, empty where nothing is to be done.
     ``missing`` says, for ``undetermined``, what was not known. ``inconclusive`` is true where nothing diverged and not
     everything could be compared, or nothing was comparable; ``divergence`` is None only in that last case. ``fragile`` are
     the tokens of run a up to each flip, those nearest to another choice first; empty where nothing moved.
     """
 
     kind: Kind
-    said: str
+    sentence: str
     evidence: tuple[Evidence, ...]
     controls: tuple[Control, ...]
     divergence: Divergence | None

@@ -37,8 +37,8 @@ class Candidate:
     @property
     def key(self) -> str:
         """Tells this candidate from every other, whatever folder it lies in."""
-        said = [self.a.to_dict(), self.b.to_dict(), None if self.twin is None else vars(self.twin)]
-        return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:32]
+        content = [self.a.to_dict(), self.b.to_dict(), None if self.twin is None else vars(self.twin)]
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
 
     @property
     def ids(self) -> tuple[str, ...]:

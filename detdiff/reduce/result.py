@@ -185,13 +185,13 @@ class ReduceOptions:
 class Step:
     """A pair that diverges in the same way and is smaller than the one before; step 0 is the original.
 
-    ``said`` is what was done. ``rows`` counts the rows of both runs, ``prompt_tokens`` and ``max_tokens`` are sums over
+    ``sentence`` is what was done. ``rows`` counts the rows of both runs, ``prompt_tokens`` and ``max_tokens`` are sums over
     the ``requests`` of side a. ``layers`` is the number of layers of a random-weight twin, None without one. ``key`` tells
     this pair from every other.
     """
 
     number: int
-    said: str
+    sentence: str
     rows: int
     requests: int
     prompt_tokens: int

@@ -63,8 +63,8 @@ def reduce(
         trials = CandidateTrials(kept, models, Path(scratch), budget, progress)
         steps: list[Step] = []
 
-        def step(said: str, pair: Candidate, answer: TrialOutcome) -> None:
-            made = _step(len(steps), said, pair, answer)
+        def step(sentence: str, pair: Candidate, answer: TrialOutcome) -> None:
+            made = _step(len(steps), sentence, pair, answer)
             steps.append(made)
             if kept.step(made, pair, trials.write_twins) and on_step is not None:
                 on_step(made)
@@ -167,11 +167,11 @@ def _layers(model: LoadedModel, start: Candidate, options: ReduceOptions) -> int
     return layers_of(model.config) if known and model.config else None
 
 
-def _step(number: int, said: str, pair: Candidate, answer: TrialOutcome) -> Step:
+def _step(number: int, sentence: str, pair: Candidate, answer: TrialOutcome) -> Step:
     limits = [request.max_tokens for request in pair.a.requests]
     return Step(
         number=number,
-        said=said,
+        sentence=sentence,
         rows=answer.rows,
         requests=len(pair.a.requests),
         prompt_tokens=sum(len(request.tokens or ()) for request in pair.a.requests),

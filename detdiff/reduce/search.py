@@ -99,7 +99,7 @@ class Search:
             if self.now == before or self.answer.rows > 0.8 * rows:
                 return
 
-    def _phase(self, said: str, phase: Phase) -> bool:
+    def _phase(self, step: str, phase: Phase) -> bool:
         """Go as far as a phase goes; whether it led anywhere."""
         for holds in (self._looks_alike, self._is_alike):
             found = self._best(phase, holds)
@@ -107,7 +107,7 @@ class Search:
                 break
             if self._judged_alike(found):
                 self.now, self.answer = found, self._trials.answer(found)
-                self._on_step(said, self.now, self.answer)
+                self._on_step(step, self.now, self.answer)
                 return True
         return False
 

@@ -111,7 +111,7 @@ def _differences(divergence: Divergence, verdict: Verdict | None, series: Series
         agreement_lines(flip, request)
         for each in () if verdict is None else verdict.evidence:
             if each.fact == "proposals" and each.detail.get("request") == request.id:
-                flip.item("  draft: ", passage(each.said))
+                flip.item("  draft: ", passage(each.sentence))
         speculation_lines(flip, request)
         origin.prose(f"{name}:")
         _origin_section(origin, divergence, request, series)
@@ -165,7 +165,7 @@ def _verdict_sections(verdict: Verdict) -> list[Section]:
         (
             named(control.name),
             named(control.result),
-            named(sentence_of(control.said), _LONGEST_SETTING),
+            named(sentence_of(control.sentence), _LONGEST_SETTING),
             f"{control.forwards:,}",
             f"{control.seconds:.1f}",
         )
@@ -181,7 +181,7 @@ def _verdict_sections(verdict: Verdict) -> list[Section]:
         controls.prose("No control was needed.")
     for each in verdict.evidence:
         if each.fact == "acceptance":
-            controls.item("acceptance: ", passage(each.said))
+            controls.item("acceptance: ", passage(each.sentence))
     float64_lines(float64, verdict)
     verdict_lines(end, verdict)
     return [
@@ -223,7 +223,9 @@ def _views(section: str, subjects: Iterable[ViewSubject]) -> Iterator[View]:
         for kind in VIEWS.values():
             if kind.section[0] == section and kind.of_request == (subject.request is not None):
                 if kind.shows(subject):
-                    yield View(kind.name, kind.said, None if subject.request is None else subject.request.id)
+                    yield View(
+                        kind.name, kind.sentence, None if subject.request is None else subject.request.id
+                    )
 
 
 def _setting_sections(divergence: Divergence) -> list[Section]:

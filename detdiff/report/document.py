@@ -88,13 +88,13 @@ class Code:
 
 @dataclass(frozen=True)
 class View:
-    """A picture of the report's series, of the sort ``name`` of ``views.VIEWS``; ``said`` is what it shows.
+    """A picture of the report's series, of the sort ``name`` of ``views.VIEWS``; ``sentence`` is what it shows.
 
     ``request`` is the id of the request that it is of, None for the whole run.
     """
 
     name: str
-    said: str
+    sentence: str
     request: str | None = None
 
 
@@ -163,12 +163,12 @@ class ViewSubject:
 class ViewKind(Protocol):
     """A sort of picture. Each has a file below ``views`` and a line in ``views.VIEWS``, and needs nothing else.
 
-    ``section`` is the id and title of where it stands; ``said`` says in a sentence what it shows.
+    ``section`` is the id and title of where it stands; ``sentence`` says in a sentence what it shows.
     """
 
     name: str
     title: str
-    said: str
+    sentence: str
     section: tuple[str, str]
     of_request: bool
 
@@ -262,4 +262,4 @@ def legend(texts: Texts) -> str:
         "flip": "[ ] the flip",
         "near": "~ ~ a token whose margin is no larger than what moved between the runs",
     }
-    return "; ".join(said for mark, said in known.items() if mark in marks)
+    return "; ".join(meaning for mark, meaning in known.items() if mark in marks)

@@ -415,11 +415,11 @@ def event_lines(page: Page, divergence: Divergence) -> None:
     """How often caches were changed in each run, and what a setting did to them."""
     events = divergence.events
     if events.counts:
-        said = ", ".join(
+        counts = ", ".join(
             f"{named(of.event)}{'' if of.model == 'target' else f' ({of.model})'} {of.a:,} / {of.b:,}"
             for of in events.counts
         )
-        page.item("events (a / b): ", said)
+        page.item("events (a / b): ", counts)
     for found in events.listed:
         where = f"run {found.run}, forward {found.forward}, request {named(found.request or '')}"
         page.item("  - ", f"{where}: {passage(found.detail)}")
@@ -480,7 +480,7 @@ def speculation_lines(page: Page, request: RequestDivergence) -> None:
         return
     page.item("  acceptance: ", f"{_acceptance(found.a)} in a, {_acceptance(found.b)} in b")
     if found.tokens:
-        said = [
+        compared = [
             f"{what} {'equal' if first is None else f'differ from token {first} on'}"
             for what, first in (
                 ("proposals", found.first_other_proposal),
@@ -488,7 +488,7 @@ def speculation_lines(page: Page, request: RequestDivergence) -> None:
             )
         ]
         until = " up to the flip" if request.flip is not None else ""
-        page.item("  speculation: ", f"over {count(found.tokens, 'token')}{until}, {' and '.join(said)}")
+        page.item("  speculation: ", f"over {count(found.tokens, 'token')}{until}, {' and '.join(compared)}")
     for run, verified in (("a", found.flip_a), ("b", found.flip_b)):
         if verified is not None:
             page.item(f"    {run}: ", _verified(verified))
@@ -560,7 +560,7 @@ def not_run_lines(page: Page, verdict: Verdict) -> None:
     left_out: dict[str, list[str]] = {}
     for control in verdict.controls:
         if control.result == NOT_RUN:
-            left_out.setdefault(control.said, []).append(named(control.name))
+            left_out.setdefault(control.sentence, []).append(named(control.name))
     for why, names in left_out.items():
         page.item("  not run: ", f"{', '.join(names)}: {passage(why)}")
 
@@ -571,9 +571,9 @@ def float64_lines(page: Page, verdict: Verdict) -> None:
     if control is None:
         return
     if control.result == NOT_RUN:
-        page.item("  not run: ", passage(control.said))
+        page.item("  not run: ", passage(control.sentence))
         return
-    page.item("  ", passage(sentence_of(control.said)))
+    page.item("  ", passage(sentence_of(control.sentence)))
     pairs = _listed(control, "pairs")
     if pairs:
         page.table(
@@ -615,9 +615,9 @@ def _rounded(found: object) -> str:
 
 def verdict_lines(page: Page, verdict: Verdict) -> None:
     """The verdict, the evidence that decided, what is missing and what to do."""
-    page.item("  ", f"{verdict.kind}, by the rule `{named(verdict.rule)}`. {passage(verdict.said)}")
+    page.item("  ", f"{verdict.kind}, by the rule `{named(verdict.rule)}`. {passage(verdict.sentence)}")
     for each in verdict.deciding:
-        page.item("  because: ", passage(each.said))
+        page.item("  because: ", passage(each.sentence))
     for what in verdict.missing:
         page.item("  missing: ", passage(what))
     if verdict.advice:

@@ -59,7 +59,7 @@ class ViewFigure:
 
     id: str
     title: str
-    said: str
+    sentence: str
     picture: Markup | None
     values: Table
     first: Drawing | None
@@ -119,7 +119,7 @@ class _Pictures:
         figure = ViewFigure(
             id=f"{view.name}-{number}",
             title=VIEWS[view.name].title + ("" if view.request is None else f" of {named(view.request, 80)}"),
-            said=view.said,
+            sentence=view.sentence,
             picture=None if picture is None or self._room < 0 else Markup(picture.svg),
             values=values(view, subject, self._lines),
             first=picture,
@@ -249,7 +249,7 @@ def _block_parts(block: Block, pictures: _Pictures, room: int) -> Iterator[PageB
             yield PageBlock("code", block)
         case View():
             figure = pictures.figure(block)
-            yield PageBlock("prose", block.said) if figure is None else PageBlock("figure", figure)
+            yield PageBlock("prose", block.sentence) if figure is None else PageBlock("figure", figure)
         case Item() | Blank():
             pass
 
@@ -262,7 +262,7 @@ def cut(text: str, longest: int = _LONGEST) -> str:
 _COMMAND = re.compile(r"`([A-Za-z][^`\"]{0,200})`")
 
 
-def said(text: str) -> Markup:
+def prose(text: str) -> Markup:
     """Prose; what stands in backticks is code."""
     pieces = _COMMAND.split(cut(text))
     return Markup("").join(
@@ -272,7 +272,7 @@ def said(text: str) -> Markup:
 
 def _advice(report: Report) -> Markup:
     """What to do; the name of a section leads there."""
-    text = str(said(report.advice))
+    text = str(prose(report.advice))
     for section in report.sections:
         link = Markup('<a href="#{}">{}</a>').format(section.id, section.title)
         text = text.replace(str(Markup("<code>{}</code>").format(section.title)), str(link))
@@ -313,7 +313,7 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.filters |= {"said": said, "cut": cut, "named": named}
+    made.filters |= {"prose": prose, "cut": cut, "named": named}
     made.tests |= {"numeric": is_numeric}
     return made
 

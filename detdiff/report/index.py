@@ -105,8 +105,8 @@ def index_text(entries: Sequence[IndexEntry], *, width: int = 100) -> str:
 def summary(entries: Sequence[IndexEntry]) -> str:
     """How many of which kind, in a sentence."""
     kinds = Counter(each.kind for each in _ordered(entries))
-    said = ", ".join(f"{found:,} {kind}" for kind, found in kinds.items())
-    return f"{count(len(entries), 'comparison')}: {said}." if entries else "No comparison was found."
+    listed = ", ".join(f"{found:,} {kind}" for kind, found in kinds.items())
+    return f"{count(len(entries), 'comparison')}: {listed}." if entries else "No comparison was found."
 
 
 def _ordered(entries: Sequence[IndexEntry]) -> list[IndexEntry]:

@@ -18,13 +18,14 @@ from numpy.typing import NDArray
 from detdiff.compare.divergence import Divergence
 from detdiff.compare.grids import Grid
 from detdiff.compare.series import Series
-from detdiff.explain.control import Control
 from detdiff.explain.verdict import Evidence, Verdict
 
 from .document import Block, Report, Section, Texts, View
 from .words import NAME, named
 
 DIVERGENCE = "detdiff.divergence/2"
+KEYS: Final = {"sentence": "said"}
+"""The key of a field that is called otherwise in JSON, where a key changes only with the schema's number."""
 
 
 def to_json(divergence: Divergence) -> dict[str, Any]:
@@ -35,7 +36,8 @@ def to_json(divergence: Divergence) -> dict[str, Any]:
 def encoded(value: Any) -> Any:
     """Dataclasses, mappings, sequences and numbers as JSON values; tuples become lists."""
     if dataclasses.is_dataclass(value):
-        return {field.name: encoded(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        names = [field.name for field in dataclasses.fields(value)]
+        return {KEYS.get(name, name): encoded(getattr(value, name)) for name in names}
     if isinstance(value, Mapping):
         return {str(key): encoded(item) for key, item in value.items()}
     if isinstance(value, tuple | list):
@@ -53,12 +55,12 @@ def verdict_json(verdict: Verdict) -> dict[str, Any]:
     return {
         "schema": VERDICT,
         "verdict": verdict.kind,
-        "said": verdict.said,
+        "said": verdict.sentence,
         "rule": verdict.rule,
         "advice": verdict.advice,
         "missing": list(verdict.missing),
         "evidence": [_evidence(each) for each in verdict.evidence],
-        "controls": [_control(each) for each in verdict.controls],
+        "controls": encoded(verdict.controls),
         "fragile": [encoded(asdict(each)) for each in verdict.fragile],
         "divergence": None if verdict.divergence is None else to_json(verdict.divergence),
     }
@@ -67,20 +69,9 @@ def verdict_json(verdict: Verdict) -> dict[str, Any]:
 def _evidence(evidence: Evidence) -> dict[str, Any]:
     return {
         "fact": evidence.fact,
-        "said": evidence.said,
+        "said": evidence.sentence,
         "decided": evidence.decided,
         "detail": encoded(evidence.detail),
-    }
-
-
-def _control(control: Control) -> dict[str, Any]:
-    return {
-        "name": control.name,
-        "result": control.result,
-        "said": control.said,
-        "forwards": control.forwards,
-        "seconds": control.seconds,
-        "detail": encoded(control.detail),
     }
 
 

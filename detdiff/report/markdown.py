@@ -176,8 +176,8 @@ def _texts(texts: Texts) -> Iterator[str]:
         sides = [("both", a, texts.a)]
     for run, of, words in sides:
         yield f"| **{run}**<br>{_places(of, words)} | {_excerpt(of)} |"
-    if said := legend(texts):
-        yield f"\n<sub>{inline(said)}</sub>"
+    if marks := legend(texts):
+        yield f"\n<sub>{inline(marks)}</sub>"
 
 
 def _places(of: Excerpt, words: Sequence[Word]) -> str:

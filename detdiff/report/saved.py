@@ -22,7 +22,7 @@ from detdiff.errors import AnswerError
 from detdiff.explain.control import Control
 from detdiff.explain.verdict import KINDS, Evidence, Fragility, Verdict
 
-from .json import DIVERGENCE, REPORT, VERDICT
+from .json import DIVERGENCE, KEYS, REPORT, VERDICT
 
 if TYPE_CHECKING:
     from detdiff.compare.series import Series
@@ -91,8 +91,11 @@ class Decoder:
 
     def _fields(self, kind: Any, value: Any, where: str) -> Any:
         hints = _hints(kind)
-        found = self.keys(value, hints, where)
-        return kind(**{name: self.read(hints[name], found[name], f"{where}.{name}") for name in hints})
+        keys = {name: KEYS.get(name, name) for name in hints}
+        found = self.keys(value, keys.values(), where)
+        return kind(
+            **{name: self.read(hints[name], found[key], f"{where}.{key}") for name, key in keys.items()}
+        )
 
     def _tuple(self, kinds: tuple[Any, ...], value: Any, where: str) -> tuple[Any, ...]:
         found = self.items(value, where)
@@ -225,7 +228,7 @@ def verdict_from_json(answer: object) -> Verdict:
         raise decoder.error("answer.verdict", found["verdict"], f"and one of {', '.join(KINDS)} was expected")
     return Verdict(
         kind=found["verdict"],
-        said=decoder.read(str, found["said"], "answer.said"),
+        sentence=decoder.read(str, found["said"], "answer.said"),
         rule=decoder.read(str, found["rule"], "answer.rule"),
         advice=decoder.read(str, found["advice"], "answer.advice"),
         missing=decoder.read(tuple[str, ...], found["missing"], "answer.missing"),

@@ -206,12 +206,12 @@ class Canvas:
         self,
         cls: str,
         title: str,
-        said: str,
+        description: str,
         size: tuple[float, float],
         standalone: bool,
         places: CursorPlaces | None = None,
     ) -> str:
-        """The whole picture, ``size`` its natural width and height, with ``title`` and ``said`` for who cannot see it.
+        """The whole picture, ``size`` its natural width and height, with ``title`` and ``description`` for who cannot see it.
 
         In a page it also says where its ``places`` are, for the script that puts a cursor on them.
         """
@@ -226,7 +226,7 @@ class Canvas:
         return (
             f'{head}<svg xmlns="http://www.w3.org/2000/svg" class="dd-plot {cls}" role="img" width="{width}" '
             f'height="{height}" viewBox="0 0 {width} {height}" direction="ltr"{where}>\n'
-            f"<title>{xml(title)}</title>\n<desc>{xml(said)}</desc>\n{style}\n{body}\n</svg>\n"
+            f"<title>{xml(title)}</title>\n<desc>{xml(description)}</desc>\n{style}\n{body}\n</svg>\n"
         )
 
 

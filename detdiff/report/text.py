@@ -119,8 +119,8 @@ def _two_texts(texts: Texts, width: int, colour: bool) -> Iterator[str]:
     else:
         for run, of, words in (("a", a, texts.a), ("b", b, texts.b)):
             yield from _text_column(_excerpt(run, of, len(words)), width, colour)
-    if said := legend(texts):
-        yield from textwrap.wrap(said, width, initial_indent=indent, subsequent_indent=indent)
+    if marks := legend(texts):
+        yield from textwrap.wrap(marks, width, initial_indent=indent, subsequent_indent=indent)
 
 
 def _text_column(parts: list[Line], width: int, colour: bool) -> Iterator[str]:
@@ -181,16 +181,16 @@ def _plain_lines(block: Block, width: int) -> Iterator[str]:
             yield ""
         case Code(text):
             yield from textwrap.indent(text, "    ").splitlines()
-        case View(_, said):
-            yield from textwrap.wrap(said, width, break_long_words=False, break_on_hyphens=False)
+        case View(_, sentence):
+            yield from textwrap.wrap(sentence, width, break_long_words=False, break_on_hyphens=False)
         case Texts():
             yield from _plain_texts(block, width)
 
 
 def _plain_texts(texts: Texts, width: int) -> Iterator[str]:
     for run, words in (("a", texts.a), ("b", texts.b)):
-        said = "".join(f"[{word.text}]" if word.mark == "flip" else word.text for word in words)
-        yield from textwrap.wrap(f"{run}: {said}", width, subsequent_indent="   ")
+        line = "".join(f"[{word.text}]" if word.mark == "flip" else word.text for word in words)
+        yield from textwrap.wrap(f"{run}: {line}", width, subsequent_indent="   ")
 
 
 def _align(headers: Sequence[str]) -> tuple[str, ...]:

@@ -213,11 +213,11 @@ def of_requests(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[tuple[str, s
 
 
 def _values(values: Sequence[Any]) -> str:
-    said = [str(value).lower() if isinstance(value, bool) else _plain(value) for value in values]
-    if len(set(said)) == 1:
-        return said[0]
-    more = f", … ({len(said):,} in all)" if len(said) > 2 * _LISTED else ""
-    return ", ".join(said[: 2 * _LISTED]) + more if said else "-"
+    texts = [str(value).lower() if isinstance(value, bool) else _plain(value) for value in values]
+    if len(set(texts)) == 1:
+        return texts[0]
+    more = f", … ({len(texts):,} in all)" if len(texts) > 2 * _LISTED else ""
+    return ", ".join(texts[: 2 * _LISTED]) + more if texts else "-"
 
 
 def decisive(scenario: Mapping[str, Any]) -> Iterator[str]:
@@ -237,9 +237,9 @@ def decisive(scenario: Mapping[str, Any]) -> Iterator[str]:
     yield from _sampled(requests)
 
 
-def _engine(said: Any) -> Iterator[str]:
+def _engine(given: Any) -> Iterator[str]:
     """An engine and its settings, as flags are written; nothing for the default."""
-    table = dict(said) if isinstance(said, Mapping) else {} if said is None else {"name": said}
+    table = dict(given) if isinstance(given, Mapping) else {} if given is None else {"name": given}
     if table:
         yield f"engine {named(str(table.pop('name', 'mlx')))}"
         yield from (f"engine.{key} {named(str(value))}" for key, value in list(table.items())[:_LISTED])

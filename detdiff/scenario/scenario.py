@@ -271,8 +271,8 @@ def _resolved(keys: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 def _engine_of(values: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """The name and the settings that flat keys say."""
-    said = values.get("engine", MLX)
-    table = {"name": said} if isinstance(said, str) else {"name": MLX, **said}
+    given = values.get("engine", MLX)
+    table = {"name": given} if isinstance(given, str) else {"name": MLX, **given}
     return table.pop("name"), table
 
 

@@ -121,7 +121,7 @@ def test_a_request_alone_has_no_neighbours(runs: Runs) -> None:
     b = runs.record(loaded, asked, RecordOptions(observe=0, faults=(injected_fault,)))
     case = Case.of(runs.record(loaded, asked), b, loaded=loaded, injected_faults=((), (injected_fault,)))
     control = run_control(case, "neighbour_content")
-    assert control.result == "not_run" and "no neighbours" in control.said
+    assert control.result == "not_run" and "no neighbours" in control.sentence
 
 
 def test_rounding_shrinks_in_float32(runs: Runs) -> None:
@@ -129,7 +129,7 @@ def test_rounding_shrinks_in_float32(runs: Runs) -> None:
     before = [(name, array.dtype) for name, array in tree_flatten(loaded.model.parameters())]
     case = _case(runs, loaded, "serial", "static", **{**METAL, "max_tokens": 24})
     control = run_control(case, "dtype")
-    assert control.result == "scales", control.said
+    assert control.result == "scales", control.sentence
     assert control.detail["difference_other"] < control.detail["difference"]
     assert [(name, array.dtype) for name, array in tree_flatten(loaded.model.parameters())] == before
 
@@ -140,13 +140,13 @@ def test_a_bug_does_not_shrink_in_float32(runs: Runs) -> None:
 
     case = _case(runs, _faulty(batched, fmt="bf16"), "serial", "static")
     control = run_control(case, "dtype")
-    assert control.result == "stays", control.said
+    assert control.result == "stays", control.sentence
     assert control.detail["difference_other"] == pytest.approx(0.25, rel=1e-3)
 
 
 def test_a_float32_model_has_no_finer_dtype(runs: Runs) -> None:
     control = run_control(_case(runs, model("llama"), "serial", "static", **METAL), "dtype")
-    assert control.result == "not_run" and "float32 already" in control.said
+    assert control.result == "not_run" and "float32 already" in control.sentence
 
 
 def test_parameters_come_back_after_an_exception() -> None:
@@ -178,7 +178,7 @@ def test_scenarios_are_recorded_first(runs: Runs) -> None:
     case = Case.of(asked, replace(asked), loaded=model("llama"), budget=5)
     assert case.divergence.identical
     assert case.budget.reruns == 5
-    assert run_control(case, "patch_in").said == "the two runs do not diverge"
+    assert run_control(case, "patch_in").sentence == "the two runs do not diverge"
 
 
 def test_attention_whose_module_calls_its_scale_otherwise_is_judged(runs: Runs) -> None:
@@ -202,7 +202,7 @@ def test_attention_whose_module_calls_its_scale_otherwise_is_judged(runs: Runs) 
     b = runs.record(loaded, asked, RecordOptions(observe=0, faults=(injected_fault,)))
     case = Case.of(runs.record(loaded, asked), b, loaded=loaded, injected_faults=((), (injected_fault,)))
     control = run_control(case, "oracle")
-    assert control.result == "inside", control.said
+    assert control.result == "inside", control.sentence
     assert [pair["kind"] for pair in control.detail["pairs"]] == ["attention"], dict(
         control.detail["skipped"]
     )

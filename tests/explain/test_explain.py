@@ -61,7 +61,7 @@ def test_the_demonstration_is_numerics_that_names_threshold_and_cost(rounding: V
         "pin_kernels": "removed",
         "neighbour_content": "equal",
     }
-    assert "candle-metal" in rounding.said and "split_rows" in rounding.said
+    assert "candle-metal" in rounding.sentence and "split_rows" in rounding.sentence
     assert "ms a forward" in rounding.advice
     assert isinstance(rounding.divergence, Divergence) and rounding.divergence.a.trace == "a (not kept)"
 
@@ -98,7 +98,7 @@ def test_the_oracle_counts_what_it_judged_and_spends_the_budget(case: Case) -> N
     assert detail["inside_a"] == detail["inside_b"] == detail["judged"]
     assert detail["outside_a"] == detail["outside_b"] == 0 and detail["outside_where"] == []
     assert all(0 < pair["worst_a"] <= 1 and 0 < pair["worst_b"] <= 1 for pair in detail["pairs"])
-    assert f"all {detail['judged']} origins recomputed in float64" in control.said
+    assert f"all {detail['judged']} origins recomputed in float64" in control.sentence
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_a_injected_fault_is_outside_and_named_with_its_place(number: int, place
     assert first.items() >= places.items()
     assert expected.head is None or first["heads"] == [expected.head]
     assert detail["outside_a"] == 0 < detail["outside_b"] and detail["nearer"] == "a"
-    assert detail["pattern"].startswith("only ") and detail["pattern"] in verdict.said
+    assert detail["pattern"].startswith("only ") and detail["pattern"] in verdict.sentence
 
 
 @pytest.mark.thorough
@@ -145,8 +145,8 @@ def test_a_race_ends_the_re_runs() -> None:
     verdict = injected(15)
     assert (verdict.kind, verdict.rule) == ("nondeterminism", "repeat")
     assert [control.name for control in verdict.controls if control.result != "not_run"] == ["repeat"]
-    assert all("the rule repeat decides" in c.said for c in verdict.controls if c.result == "not_run")
-    assert "batch" not in verdict.said.partition("Nothing about batching")[0]
+    assert all("the rule repeat decides" in c.sentence for c in verdict.controls if c.result == "not_run")
+    assert "batch" not in verdict.sentence.partition("Nothing about batching")[0]
 
 
 def test_a_contradiction_ends_them_after_the_repeat() -> None:
@@ -186,7 +186,7 @@ def test_a_control_that_the_model_cannot_run_says_so_and_others_go_on(
 
     monkeypatch.setattr(investigate, "CONTROLS", failing(ModelRunError("It runs in bfloat16 only.")))
     found = investigate.run_control(case, "dtype")
-    assert (found.name, found.result, found.said) == ("dtype", "not_run", "It runs in bfloat16 only.")
+    assert (found.name, found.result, found.sentence) == ("dtype", "not_run", "It runs in bfloat16 only.")
     monkeypatch.setattr(investigate, "CONTROLS", failing(ReplayError("Another machine.")))
     with pytest.raises(ReplayError, match="Another machine"):
         investigate.run_control(case, "dtype")

@@ -97,7 +97,7 @@ def test_one_schedule_has_no_path_change(runs: Runs) -> None:
 @pytest.mark.parametrize("budget", some_now([Budget(reruns=1), Budget(forwards=9), Budget(reruns=0)], 2))
 def test_a_spent_budget_is_said(runs: Runs, budget: Budget) -> None:
     allowed = run_control(_case(runs, budget=budget), "minimal_change")
-    assert allowed.result == "not_run" and "budget" in allowed.said
+    assert allowed.result == "not_run" and "budget" in allowed.sentence
     assert allowed.forwards == budget.forwards_spent <= (budget.forwards or 1000)
 
 
@@ -121,7 +121,7 @@ def test_verification_in_one_block_against_one_by_one(tmp_path: Path, layout: st
     assert any(line.get("model") == "draft" for line in case.b.forwards())
     assert case.focus.stage is not None
     held = run_control(case, "pin_kernels")
-    assert (held.result, held.detail["bits_equal"]) == ("removed", True), held.said
+    assert (held.result, held.detail["bits_equal"]) == ("removed", True), held.sentence
     allowed = run_control(case, "minimal_change")
-    assert allowed.result == "smallest", allowed.said
+    assert allowed.result == "smallest", allowed.sentence
     assert all(not each["site"].startswith("draft.") for each in allowed.detail["smallest"])

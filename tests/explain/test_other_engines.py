@@ -92,12 +92,12 @@ def test_a_race_that_needs_a_batch_is_found_on_the_batched_side(tmp_path: Path) 
     assert (verdict.kind, verdict.rule) == ("nondeterminism", "repeat")
     repeat = verdict.control("repeat")
     assert repeat is not None and repeat.detail["side"] == "b" and repeat.detail["site"] == "twice"
-    assert "batch" not in verdict.said.partition("Nothing about batching")[0]
+    assert "batch" not in verdict.sentence.partition("Nothing about batching")[0]
 
 
 def test_what_was_served_before_is_named_and_no_race(tmp_path: Path) -> None:
     verdict = explained(tmp_path, Leaving())
-    assert verdict.rule == "served-before" and "what was served before" in verdict.said
+    assert verdict.rule == "served-before" and "what was served before" in verdict.sentence
     fresh = verdict.control("fresh")
     assert fresh is not None and fresh.result == "differs"
 
@@ -111,7 +111,7 @@ def test_code_that_changed_since_the_trace_is_no_race(tmp_path: Path) -> None:
 
     verdict = explained(tmp_path, Differing(), Changed())
     assert (verdict.kind, verdict.rule) == ("undetermined", "changed")
-    assert "The code or the machine changed" in verdict.said and "repeats itself" in verdict.said
+    assert "The code or the machine changed" in verdict.sentence and "repeats itself" in verdict.sentence
 
 
 def test_a_healthy_engine_that_flips_is_none_of_these(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_a_healthy_engine_that_flips_is_none_of_these(tmp_path: Path) -> None:
     assert verdict.kind == "undetermined"
     for name in ("pin_kernels", "oracle", "minimal_change", "patch_in", "dtype"):
         control = verdict.control(name)
-        assert control is not None and control.result == "not_run" and "counting" in control.said
+        assert control is not None and control.result == "not_run" and "counting" in control.sentence
 
 
 def test_an_engine_that_cannot_be_reset_says_so(tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_an_engine_that_cannot_be_reset_says_so(tmp_path: Path) -> None:
             return 1.0 if batch > 1 else 0.0
 
     fresh = explained(tmp_path, Batched()).control("fresh")
-    assert fresh is not None and fresh.result == "not_run" and "no reset()" in fresh.said
+    assert fresh is not None and fresh.result == "not_run" and "no reset()" in fresh.sentence
 
 
 @pytest.mark.parametrize("repeats", [1, 3])
@@ -148,7 +148,7 @@ def test_a_side_is_repeated_as_often_as_asked_and_the_answer_says_how_often(
     verdict = explained(tmp_path, Batched(), repeats=repeats, controls=("repeat",))
     repeat = verdict.control("repeat")
     assert repeat is not None and repeat.detail["repetitions"] == {"a": repeats, "b": repeats}
-    assert f"side a {repeats} times" in repeat.said
+    assert f"side a {repeats} times" in repeat.sentence
 
 
 def test_equal_runs_of_a_function_compare_as_such(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def test_the_one_entry_is_named_in_every_cache(
     case = _injected(runs, arch, injected_fault, schedule, layout, **keys)
     for name, result in (("patch_in", "removed"), ("patch_out", "reproduced")):
         control = run_control(case, name)
-        assert control.result == result, control.said
+        assert control.result == result, control.sentence
         assert control.detail["smallest"] == ((layer, "V", head, 2),)
         assert control.detail["exact"]
 

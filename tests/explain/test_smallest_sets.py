@@ -29,7 +29,7 @@ def test_patch_names_the_one_entry_that_carries(series: Series, number: int) -> 
 
 
 def _exact(tried: Tried) -> None:
-    assert tried.named == tried.injected, [control.said for control in tried.controls.values()]
+    assert tried.named == tried.injected, [control.sentence for control in tried.controls.values()]
     assert tried.forwards <= 0.1 * tried.reruns * tried.length
 
 

@@ -52,8 +52,10 @@ def test_another_order_of_sums_in_a_batch_is_numerics_with_its_m(torch: Any) -> 
 
     verdict = explained(torch, injected(torch, halves))
     results = {control.name: control.result for control in verdict.controls}
-    assert (verdict.kind, verdict.rule) == ("numerics", "path"), (verdict.said, results)
-    assert PLACE in verdict.said and "6 rows in a" in verdict.said and "18 rows in b" in verdict.said
+    assert (verdict.kind, verdict.rule) == ("numerics", "path"), (verdict.sentence, results)
+    assert (
+        PLACE in verdict.sentence and "6 rows in a" in verdict.sentence and "18 rows in b" in verdict.sentence
+    )
     assert (results["repeat"], results["pin_kernels"], results["oracle"]) == ("equal", "removed", "inside")
     assert results["neighbour_content"] == "equal"
     for name in ("minimal_change", "patch_in", "patch_out"):
@@ -61,7 +63,7 @@ def test_another_order_of_sums_in_a_batch_is_numerics_with_its_m(torch: Any) -> 
         assert (
             control is not None
             and control.result == "not_run"
-            and "transformers engine has no" in control.said
+            and "transformers engine has no" in control.sentence
         )
 
 
@@ -72,8 +74,8 @@ def test_a_kernel_that_is_wrong_in_a_batch_is_a_bug(torch: Any) -> None:
         return y
 
     verdict = explained(torch, injected(torch, lossy))
-    assert (verdict.kind, verdict.rule) == ("bug", "outside"), verdict.said
-    assert f"{PLACE} (linear, columns 3 to 3)" in verdict.said
+    assert (verdict.kind, verdict.rule) == ("bug", "outside"), verdict.sentence
+    assert f"{PLACE} (linear, columns 3 to 3)" in verdict.sentence
 
 
 def test_rows_that_are_computed_alone_are_identical(torch: Any) -> None:

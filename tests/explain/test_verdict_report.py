@@ -103,9 +103,9 @@ def test_every_kind_has_a_text_of_lines_that_fit(name: str) -> None:
     found = decide(CASES[name][0]())
     text = verdict_text(found, width=80)
     assert f"\nkind: {found.kind}\n" in text and text.endswith("\n") and "\n\n\n" not in text
-    assert flat(found.said) in flat(text) and f"by the rule `{name}`" in flat(text)
+    assert flat(found.sentence) in flat(text) and f"by the rule `{name}`" in flat(text)
     for each in found.deciding:
-        assert f"because: {flat(each.said)}" in flat(text)
+        assert f"because: {flat(each.sentence)}" in flat(text)
     if found.advice:
         assert f"what to do: {flat(found.advice)}" in flat(text)
     assert [line for line in text.splitlines() if len(line) > 80 and "  " not in line.strip()] == []
@@ -131,7 +131,7 @@ def test_a_finding_says_in_which_run_and_forward() -> None:
 
 def test_texts_of_the_trace_cannot_break_the_lines() -> None:
     odd = control("repeat", "equal")
-    text = verdict_text(decide(facts(repeat=replace(odd, said="a\x1b[31m b"))))
+    text = verdict_text(decide(facts(repeat=replace(odd, sentence="a\x1b[31m b"))))
     assert "\x1b" not in text
 
 

@@ -117,8 +117,12 @@ def test_a_rule_decides_its_case_and_not_the_twin(name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_a_verdict_says_what_decided(name: str) -> None:
     verdict = decide(CASES[name][0]())
-    assert verdict.rule == name and verdict.said.strip() == verdict.said and verdict.said.endswith(".")
-    assert "None" not in verdict.said and "  " not in verdict.said
+    assert (
+        verdict.rule == name
+        and verdict.sentence.strip() == verdict.sentence
+        and verdict.sentence.endswith(".")
+    )
+    assert "None" not in verdict.sentence and "  " not in verdict.sentence
     rule = next(rule for rule in RULES if rule.name == name)
     assert {each.fact for each in verdict.deciding} <= set(rule.because)
     assert bool(verdict.deciding) == (name != "undetermined")
@@ -130,7 +134,7 @@ def test_a_verdict_says_what_decided(name: str) -> None:
 def test_every_contradiction_is_a_bug_and_other_findings_are_none(what: str, run: str) -> None:
     detail = "something is not as it should be"
     verdict = decide(facts(found(diverged(), Finding(run, what, None, None, detail))))
-    assert verdict.kind == "bug" and detail in verdict.said
+    assert verdict.kind == "bug" and detail in verdict.sentence
     assert decide(facts(found(diverged(), Finding(run, "wrap", None, None, detail)))).kind == "numerics"
 
 
@@ -168,7 +172,7 @@ def test_a_row_that_reads_other_entries_of_an_unknown_cache_is_no_bug() -> None:
 
 def test_other_cache_settings_are_a_configuration_whatever_else_parts() -> None:
     verdict = decide(facts(asked(diverged(), kv_bits=4)))
-    assert verdict.kind == "configuration" and "kv_bits None and 4" in verdict.said
+    assert verdict.kind == "configuration" and "kv_bits None and 4" in verdict.sentence
 
 
 def test_an_origin_before_the_quantisation_is_not_explained_by_it() -> None:
@@ -185,7 +189,7 @@ def test_a_token_that_differs_without_logits_or_sites_is_no_bug_of_the_sampling(
 
 def test_sampling_differs_with_equal_settings_says_so() -> None:
     verdict = decide(facts(chosen()))
-    assert verdict.kind == "bug" and verdict.said.startswith("The sampling, not the model")
+    assert verdict.kind == "bug" and verdict.sentence.startswith("The sampling, not the model")
 
 
 @pytest.mark.parametrize("name", ["repeat", "pin_kernels", "oracle"])
@@ -220,13 +224,13 @@ def test_magnitude_decides_nothing() -> None:
 
 def test_the_sentences_of_numerics_name_rule_side_and_cost() -> None:
     verdict = decide(facts())
-    assert "layers.0.attn.k_proj took reference/candle-metal/" in verdict.said
-    assert "run a is nearer to float64" in verdict.said and HELD in verdict.said
+    assert "layers.0.attn.k_proj took reference/candle-metal/" in verdict.sentence
+    assert "run a is nearer to float64" in verdict.sentence and HELD in verdict.sentence
     assert HELD in verdict.advice and "10 ms a forward" in verdict.advice
-    assert decide(facts(oracle=oracle("inside", far=FAR))).said.startswith(
+    assert decide(facts(oracle=oracle("inside", far=FAR))).sentence.startswith(
         "Rounding, and one path is far worse than the other: run a"
     )
-    assert decide(facts(oracle=oracle("outside", precision=PRECISION))).said.startswith(
+    assert decide(facts(oracle=oracle("outside", precision=PRECISION))).sentence.startswith(
         "Precision, not order"
     )
 
@@ -237,13 +241,17 @@ def test_the_first_value_that_is_not_finite_is_named_with_its_row() -> None:
         "said": "layers.0.self_attn.attention (attention) gave a NaN in run b, forward 0, row 11",
     }
     verdict = decide(facts(finite=control("finite", "not_finite", first=first)))
-    assert verdict.kind == "bug" and "first in a row of padding" in verdict.said and "row 11" in verdict.said
+    assert (
+        verdict.kind == "bug"
+        and "first in a row of padding" in verdict.sentence
+        and "row 11" in verdict.sentence
+    )
     first["padding"] = False
-    assert "a real row" in decide(facts(finite=control("finite", "not_finite", first=first))).said
+    assert "a real row" in decide(facts(finite=control("finite", "not_finite", first=first))).sentence
 
 
 def test_acceptance_and_proposals_are_evidence() -> None:
-    said = {each.fact: each.said for each in decide(facts(speculated(diverged()))).evidence}
+    said = {each.fact: each.sentence for each in decide(facts(speculated(diverged()))).evidence}
     assert said["acceptance"].startswith(
         "anchor: 5 of 8 drafts accepted in a and 4 of 8 drafts accepted in b; the engine counted"
     )

@@ -39,29 +39,31 @@ def detail(verdict: Verdict, control: str) -> dict[str, object]:
 def check_switch(trial: Trial, verdict: Verdict) -> None:
     assert verdict.rule == "path"
     assert (
-        "mlx-cuda/gemv" in verdict.said and "mlx-cuda/gemm" in verdict.said and "chain_from" in verdict.said
+        "mlx-cuda/gemv" in verdict.sentence
+        and "mlx-cuda/gemm" in verdict.sentence
+        and "chain_from" in verdict.sentence
     )
-    assert "Held" in verdict.said and verdict.advice
+    assert "Held" in verdict.sentence and verdict.advice
 
 
 def check_reuse(trial: Trial, verdict: Verdict) -> None:
     first, second = (request.tokens or () for request in trial.scenario_a.requests)
     suffix = len(second) - 16
-    assert first[:16] == second[:16] and str(trial.expected.site) in verdict.said
-    assert re.search(rf"on {16 + suffix} rows? in a .* on {suffix} rows? in b", verdict.said)
+    assert first[:16] == second[:16] and str(trial.expected.site) in verdict.sentence
+    assert re.search(rf"on {16 + suffix} rows? in a .* on {suffix} rows? in b", verdict.sentence)
 
 
 def check_speculation(trial: Trial, verdict: Verdict) -> None:
-    assert "phase verify" in verdict.said
+    assert "phase verify" in verdict.sentence
 
 
 def check_worse_side(trial: Trial, verdict: Verdict) -> None:
-    assert verdict.rule == "worse-path" and "run a (reference/fixture/narrow)" in verdict.said
+    assert verdict.rule == "worse-path" and "run a (reference/fixture/narrow)" in verdict.sentence
     assert detail(verdict, "oracle")["nearer"] == trial.expected.nearer
 
 
 def check_precision(trial: Trial, verdict: Verdict) -> None:
-    assert verdict.rule == "precision" and str(trial.expected.precision) in verdict.said
+    assert verdict.rule == "precision" and str(trial.expected.precision) in verdict.sentence
     assert detail(verdict, "oracle")["nearer"] == trial.expected.nearer
 
 
@@ -69,9 +71,9 @@ def check_leak(trial: Trial, verdict: Verdict) -> None:
     wanted = trial.expected
     assert (
         f"the cache entry {wanted.entry} of layer {wanted.layer}, head {wanted.head}, position"
-        in verdict.said
+        in verdict.sentence
     )
-    assert f"position {wanted.entry_position} is not what was written" in verdict.said
+    assert f"position {wanted.entry_position} is not what was written" in verdict.sentence
     content = verdict.control("neighbour_content")
     assert content is not None and content.result == "differs"
 
@@ -80,63 +82,67 @@ def check_not_finite(trial: Trial, verdict: Verdict) -> None:
     assert verdict.rule == "not-finite"
     if len(trial.expected.requests) > 1:
         # The mask's own row, in the first layer, before any real row.
-        assert "a row of padding" in verdict.said and "layers.0.self_attn.attention" in verdict.said
+        assert "a row of padding" in verdict.sentence and "layers.0.self_attn.attention" in verdict.sentence
     else:
-        assert f"position {trial.expected.position} of request number 0" in verdict.said
-        assert str(trial.expected.site) in verdict.said and "the cache held one before" in verdict.said
+        assert f"position {trial.expected.position} of request number 0" in verdict.sentence
+        assert (
+            str(trial.expected.site) in verdict.sentence and "the cache held one before" in verdict.sentence
+        )
 
 
 def check_rewind(trial: Trial, verdict: Verdict) -> None:
     assert verdict.rule == "bookkeeping" and trial.scenario_b.speculation is not None
-    assert f"took 0 of {trial.scenario_b.speculation.drafts} row" in verdict.said
-    assert "layers 0-1,3-4" in verdict.said
+    assert f"took 0 of {trial.scenario_b.speculation.drafts} row" in verdict.sentence
+    assert "layers 0-1,3-4" in verdict.sentence
 
 
 def check_rope(trial: Trial, verdict: Verdict) -> None:
-    assert verdict.rule == "outside" and f"{trial.expected.site} " in verdict.said
-    assert "only rows from 1 on" in verdict.said and "T = 1" in verdict.said
+    assert verdict.rule == "outside" and f"{trial.expected.site} " in verdict.sentence
+    assert "only rows from 1 on" in verdict.sentence and "T = 1" in verdict.sentence
 
 
 def check_columns(trial: Trial, verdict: Verdict) -> None:
     assert verdict.rule == "outside" and trial.expected.columns is not None
     first, last = trial.expected.columns
     assert (
-        f"{trial.expected.site} (linear, columns {first} to {last})" in verdict.said
-        and "M = 3" in verdict.said
+        f"{trial.expected.site} (linear, columns {first} to {last})" in verdict.sentence
+        and "M = 3" in verdict.sentence
     )
 
 
 def check_head(trial: Trial, verdict: Verdict) -> None:
     assert verdict.rule == "outside"
-    assert f"{trial.expected.site} (attention, head {trial.expected.head})" in verdict.said
-    assert "M = 4" in verdict.said
+    assert f"{trial.expected.site} (attention, head {trial.expected.head})" in verdict.sentence
+    assert "M = 4" in verdict.sentence
 
 
 def check_chunk(trial: Trial, verdict: Verdict) -> None:
     wanted = trial.expected
-    assert verdict.rule == "reading" and f"{wanted.site}, position {wanted.position} of r0" in verdict.said
-    assert f"prefill chunk {wanted.chunk} of run b, positions {wanted.position} to" in verdict.said
-    assert "every earlier chunk is exact" in verdict.said
+    assert (
+        verdict.rule == "reading" and f"{wanted.site}, position {wanted.position} of r0" in verdict.sentence
+    )
+    assert f"prefill chunk {wanted.chunk} of run b, positions {wanted.position} to" in verdict.sentence
+    assert "every earlier chunk is exact" in verdict.sentence
 
 
 def check_configuration(trial: Trial, verdict: Verdict) -> None:
-    assert verdict.rule == "quantised" and "from position 39 in a" in verdict.said
+    assert verdict.rule == "quantised" and "from position 39 in a" in verdict.sentence
 
 
 def check_offset(trial: Trial, verdict: Verdict) -> None:
-    assert verdict.rule == "bookkeeping" and "is at offset 11, the row at 2" in verdict.said
+    assert verdict.rule == "bookkeeping" and "is at offset 11, the row at 2" in verdict.sentence
 
 
 def check_nondeterminism(trial: Trial, verdict: Verdict) -> None:
-    assert verdict.rule == "repeat" and str(trial.expected.site) in verdict.said
+    assert verdict.rule == "repeat" and str(trial.expected.site) in verdict.sentence
 
 
 def check_sampling(trial: Trial, verdict: Verdict) -> None:
-    assert verdict.rule == "sampling" and "not the model" in verdict.said
+    assert verdict.rule == "sampling" and "not the model" in verdict.sentence
 
 
 def check_nothing(trial: Trial, verdict: Verdict) -> None:
-    assert verdict.rule == "nothing" and "no request in common" in verdict.said
+    assert verdict.rule == "nothing" and "no request in common" in verdict.sentence
 
 
 def check_identical(trial: Trial, verdict: Verdict) -> None:
@@ -171,7 +177,7 @@ CHECKS: dict[int, Callable[[Trial, Verdict], None]] = {
 )
 def test_verdict(number: int, seed: int) -> None:
     trial, verdict = explained(number, seed)
-    assert verdict.kind == CASES[number].verdict, verdict.said
+    assert verdict.kind == CASES[number].verdict, verdict.sentence
     assert any(each.decided for each in verdict.evidence) or verdict.kind == "undetermined"
     CHECKS[number](trial, verdict)
 
@@ -181,14 +187,14 @@ def test_other_bits_are_no_rounding(seed: int) -> None:
     """Nothing is known of why a value has other bits, so a fault or nothing is said, and never that it is rounding."""
     _, verdict = explained(17, seed)
     payload = tuple(VALUES)[seed % len(VALUES)] == "NaN payload"
-    assert verdict.kind == ("bug" if payload else "undetermined"), verdict.said
+    assert verdict.kind == ("bug" if payload else "undetermined"), verdict.sentence
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_one_unit_is_no_path(seed: int) -> None:
     """A single unit in the last place, on a path that no other row shows to matter, has no known cause."""
     _, verdict = explained(19, seed)
-    assert verdict.kind == "undetermined", verdict.said
+    assert verdict.kind == "undetermined", verdict.sentence
 
 
 @pytest.mark.parametrize("number", [6, 9, 10, 11, 14])

@@ -206,7 +206,7 @@ def test_interrupted_at_the_twin_it_goes_on_with_it(tmp_path: Path) -> None:
     model = write_directory(tmp_path / "model", small_config("llama", num_hidden_layers=2))
 
     def interrupt(step: Step) -> None:
-        if step.said == "random weights":
+        if step.sentence == "random weights":
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

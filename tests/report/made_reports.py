@@ -62,7 +62,7 @@ def explained(report: Report, **changes: Any) -> Report:
     verdict = Verdict(
         **{
             "kind": "numerics",
-            "said": "Rounding: a kernel took another path.",
+            "sentence": "Rounding: a kernel took another path.",
             "evidence": (
                 Evidence("path", "the path changed at layers.0.attn.k_proj", {"rows": [4, 18]}, True),
                 Evidence("acceptance", "5 of 8 drafts accepted", {"run": "b", "forward": 3}),

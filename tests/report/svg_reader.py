@@ -27,7 +27,7 @@ class Picture:
         return self.root.findtext(f"{SVG}title") or ""
 
     @property
-    def said(self) -> str:
+    def sentence(self) -> str:
         return self.root.findtext(f"{SVG}desc") or ""
 
     @property
@@ -87,7 +87,7 @@ def check(svg: str) -> Picture:
     picture = Picture.of(svg)
     root = picture.root
     assert root.tag == f"{SVG}svg" and root.get("role") == "img"
-    assert picture.title and len(picture.said) > 20
+    assert picture.title and len(picture.sentence) > 20
     width, height = picture.size
     assert (float(root.get("width", "0")), float(root.get("height", "0"))) == (width, height)
     rules = style()

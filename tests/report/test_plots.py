@@ -191,7 +191,7 @@ def test_nothing_compared_is_a_picture_too(rows: int, positions: int) -> None:
     cells = np.zeros((rows, positions), np.uint8)
     grid = Grid("layers", tuple(f"row {n}" for n in range(rows)), cells, cells, None, None)
     picture = check(grid_svg(grid, Frame("r", 2, 3)))
-    assert "0 propagated, 0 origins" in picture.said and not picture.of_class("dd-cells")
+    assert "0 propagated, 0 origins" in picture.sentence and not picture.of_class("dd-cells")
 
 
 def test_a_zoom_shows_the_positions_asked_for(samples: dict[str, Series]) -> None:
@@ -199,7 +199,7 @@ def test_a_zoom_shows_the_positions_asked_for(samples: dict[str, Series]) -> Non
     frame = Frame("anchor", request.prompt, request.flip_position)
     zoom = check(grid_svg(request.sites[1], frame, 8, 10))
     assert zoom.origins() == [(1, 1), (2, 1)]
-    assert "over positions 8-10" in zoom.said and "layers.1.attn.q_proj at position 9" in zoom.said
+    assert "over positions 8-10" in zoom.sentence and "layers.1.attn.q_proj at position 9" in zoom.sentence
     assert not any("prompt" == words for words in zoom.words()) and not zoom.of_class("dd-flip")
     # Ends outside the grid are its own ends.
     assert grid_svg(request.layers, frame, -5, 10_000) == grid_svg(request.layers, frame)
@@ -213,10 +213,10 @@ def test_the_map_marks_the_flip_and_the_prompt(samples: dict[str, Series]) -> No
     line = re.match(r"M([\d.]+) ", picture.data("dd-flip"))
     assert line is not None and float(line[1]) == pytest.approx(left + 11.5 * width, abs=0.01)
     assert "flip, 11" in picture.words()
-    assert "1 origins" in picture.said and "layer 1 at position 9" in picture.said
+    assert "1 origins" in picture.sentence and "layer 1 at position 9" in picture.sentence
     calm = check(map_svg(samples["small"].requests[1]))
     assert not calm.of_class("dd-flip") and not calm.of_class("dd-origin")
-    assert "No difference arose here." in calm.said
+    assert "No difference arose here." in calm.sentence
 
 
 def test_a_long_request_is_binned(samples: dict[str, Series]) -> None:
@@ -246,8 +246,8 @@ def test_the_timeline_shows_both_runs(samples: dict[str, Series]) -> None:
     # One bar for each member of each forward: anchor's prompt in both runs, follower's prompt in both.
     bars = [len(re.findall("M", data)) for data in lanes(picture, "dd-prefill")]
     assert bars[:4] == [1, 1, 1, 1]
-    assert "Run b: 6 forwards, at most 8 rows" in picture.said and "1 trim" in picture.said
-    assert "origin of anchor in forward 2" in picture.said
+    assert "Run b: 6 forwards, at most 8 rows" in picture.sentence and "1 trim" in picture.sentence
+    assert "origin of anchor in forward 2" in picture.sentence
 
 
 def test_what_one_forward_of_many_does_is_not_lost(samples: dict[str, Series]) -> None:
@@ -305,7 +305,9 @@ def test_margins_mark_what_a_movement_can_turn(samples: dict[str, Series]) -> No
     assert len(re.findall("M", picture.data("dd-near"))) == 1  # 0.004 below 0.011
     assert len(re.findall("M", picture.data("dd-margin"))) == 6
     assert len(re.findall("M", picture.data("dd-delta"))) == 5
-    assert "the smallest margin is 0.004, at token 4" in picture.said and "at most 0.011" in picture.said
+    assert (
+        "the smallest margin is 0.004, at token 4" in picture.sentence and "at most 0.011" in picture.sentence
+    )
     assert "0.011" in " ".join(picture.words())
     # A tie that nothing moved is not fragile, and is drawn on the line of zero.
     calm = check(plot(series, View("margins", "", "follower")))
@@ -358,11 +360,11 @@ def test_the_lens_names_both_tokens_and_both_turns(samples: dict[str, Series]) -
     words = picture.words()
     assert 'above 0: run a\'s token " t34"' in words and 'below 0: run b\'s token " t35"' in words
     assert "a turns in layer 2" in words and not any(each.startswith("b turns") for each in words)
-    assert "run a ends at 0.004 and prefers its own token from layer 2 on" in picture.said
-    assert "run b ends at -0.005 and prefers its own token from layer 0 on" in picture.said
+    assert "run a ends at 0.004 and prefers its own token from layer 2 on" in picture.sentence
+    assert "run b ends at -0.005 and prefers its own token from layer 0 on" in picture.sentence
     lens = tuple(replace(point, b=None) for point in series.requests[0].lens)
     half = replace(series, requests=(replace(series.requests[0], lens=lens),))
-    assert "run b recorded none" in check(plot(half, View("lens", "", "anchor"))).said
+    assert "run b recorded none" in check(plot(half, View("lens", "", "anchor"))).sentence
 
 
 # Colours.
@@ -440,8 +442,8 @@ def test_values_that_are_not_there_or_not_finite_are_left_out(samples: dict[str,
     some = replace(series, requests=(replace(request, tokens_a=tokens, lens=lens),))
     margins = check(plot(some, View("margins", "", "anchor")))
     assert len(re.findall("M", margins.data("dd-margin"))) == 1
-    assert "the smallest margin is 0.5, at token 3" in margins.said
-    assert "run a ends at 0.5" in check(plot(some, View("lens", "", "anchor"))).said
+    assert "the smallest margin is 0.5, at token 3" in margins.sentence
+    assert "run a ends at 0.5" in check(plot(some, View("lens", "", "anchor"))).sentence
     none = replace(series, requests=(replace(request, tokens_a=(), tokens_b=(), lens=()),))
-    assert check(plot(none, View("margins", "", "anchor"))).said.startswith("0 generated tokens")
+    assert check(plot(none, View("margins", "", "anchor"))).sentence.startswith("0 generated tokens")
     check(plot(none, View("lens", "", "anchor")))

@@ -102,7 +102,7 @@ def hostile() -> Report:
     said = f"{EVERYTHING} {NAMES['long']}"
     return explained(
         made,
-        said=said,
+        sentence=said,
         advice=said,
         rule=EVERYTHING,
         missing=(said,),

@@ -230,8 +230,8 @@ def summarise(
         offset = note["offset"]
         if isinstance(offset, mx.array):
             offset = [int(o) for o in np.asarray(offset)]
-        said = {key: value for key, value in note.items() if key != "known"}
-        line = {**said, "offset": offset, "mask": masks.get(layer, "none")}
+        fields = {key: value for key, value in note.items() if key != "known"}
+        line = {**fields, "offset": offset, "mask": masks.get(layer, "none")}
         groups.setdefault(repr(line), (line, []))[1].append(layer)
         for lane, segment in enumerate(forward.segments if note["known"] else ()):
             place = lane if forward.layout == "packed" else segment.slot

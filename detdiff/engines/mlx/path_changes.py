@@ -284,7 +284,7 @@ def _baseline(runs: Reruns) -> Baseline:
     b = rerun(runs, "b", Changes(steering=doubts, keep=True, at=at[1], decided=decided, wanted=ports[1]))
     doubts.settle()
     if flip is not None and not flip.happened(b):
-        raise CannotRun(f"{flip.said} did not happen when b was run again (see the control repeat)")
+        raise CannotRun(f"{flip.sentence} did not happen when b was run again (see the control repeat)")
     target: RerunTarget = flip if flip is not None else divergence_of(runs, a, b)
     changes = PathChanges.between(a.watch.paths, b.watch.paths)
     effective = {change: n for change, n in doubts.effective.items() if change in changes.calls}
@@ -424,7 +424,7 @@ class MinimalChangeTrials:
     def __init__(self, runs: Reruns) -> None:
         self.runs, self.base = runs, baseline(runs)
         self._trials = trials(runs)
-        self.target = self.base.target.said
+        self.target = self.base.target.sentence
         self.candidates = len(self.base.changes.calls)
         self.effective = sorted(self.base.effective)
         self.baseline_forwards = self.base.forwards

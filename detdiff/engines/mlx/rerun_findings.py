@@ -92,7 +92,7 @@ class RerunTarget(Protocol):
         ...
 
     @property
-    def said(self) -> str: ...
+    def sentence(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class FlipOf:
     ends: bool
 
     @property
-    def said(self) -> str:
+    def sentence(self) -> str:
         return f"the flip of {self.id} at token {self.index}"
 
     def happened(self, run: Rerun) -> bool | None:
@@ -134,7 +134,7 @@ class DivergenceOf:
     forward: int
 
     @property
-    def said(self) -> str:
+    def sentence(self) -> str:
         what = "cache entries" if self.what == "rows" else "logits"
         return f"the divergence of the {what} of {self.id} at position {self.row.position}"
 
@@ -155,7 +155,7 @@ class OutputOf:
     forward: int
 
     @property
-    def said(self) -> str:
+    def sentence(self) -> str:
         return f"the divergence of {self.mark.site} of {self.id} at position {self.mark.row.position}"
 
     def happened(self, run: Rerun) -> bool | None:

@@ -73,14 +73,14 @@ def dtype(case: Case) -> Outcome:
         raise CannotRun(f"the difference at {where} is {before:g} in {mine.dtype} and {after:g} in {OTHER}")
     ratio, expected = after / before, UNIT[OTHER] / UNIT[mine.dtype]
     figures = Scaled(mine.dtype, OTHER, before, after, expected, origin.site, origin.position, ratio)
-    said = f"at {where} the runs differ by {before:.2g} of the values in {mine.dtype} and by {after:.2g} in {OTHER}"
+    sentence = f"at {where} the runs differ by {before:.2g} of the values in {mine.dtype} and by {after:.2g} in {OTHER}"
     if ratio <= SHRUNK:
-        return Outcome("scales", f"{said}: that shrinks with the precision, as rounding does", figures)
+        return Outcome("scales", f"{sentence}: that shrinks with the precision, as rounding does", figures)
     if ratio >= 1 / 4 and after >= COARSE:
         return Outcome(
-            "stays", f"{said}: that does not shrink with the precision, as rounding would", figures
+            "stays", f"{sentence}: that does not shrink with the precision, as rounding would", figures
         )
-    return Outcome("undecided", f"{said}: that can be rounding or a bug", figures)
+    return Outcome("undecided", f"{sentence}: that can be rounding or a bug", figures)
 
 
 def _difference(a: _OriginValue, b: _OriginValue) -> float:

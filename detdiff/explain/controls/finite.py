@@ -30,7 +30,7 @@ class NotFiniteValue:
     entry: str = ""
 
     @property
-    def said(self) -> str:
+    def sentence(self) -> str:
         """In a clause."""
         what = "a NaN" if self.nan else "an infinity"
         who = (
@@ -79,5 +79,5 @@ def finite(case: Case) -> Outcome:
             "finite", "every value of every site is finite in both runs, padding included", Finite()
         )
     first = min(found, key=lambda each: each.forward)
-    figures = Finite({**asdict(first), "said": first.said}, tuple(each.run for each in found))
-    return Outcome("not_finite", first.said, figures)
+    figures = Finite({**asdict(first), "said": first.sentence}, tuple(each.run for each in found))
+    return Outcome("not_finite", first.sentence, figures)

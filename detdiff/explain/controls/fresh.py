@@ -56,26 +56,28 @@ def fresh(case: Case) -> Outcome:
             second = case.record(scenario, side, on=case.fresh(side))
             runs[side] += 1
             if not same(compare(found, second)):
-                said = f"two runs of side {side} on fresh engines gave other bits each"
-                return Outcome("unsteady", said, Fresh(runs, side))
+                sentence = f"two runs of side {side} on fresh engines gave other bits each"
+                return Outcome("unsteady", sentence, Fresh(runs, side))
             place = first_place(compare(found, repeated))
-            said = (
+            sentence = (
                 f"side {side} gives other bits on an engine that has served nothing than on one that has, first at "
                 f"{place['where']}, and the same ones each time"
             )
-            return Outcome("differs", said, Fresh(runs, side, place.get("request"), place["where"]))
+            return Outcome("differs", sentence, Fresh(runs, side, place.get("request"), place["where"]))
         if asked is not None and before is not None:
             after = case.record(asked, side, on=engine)
             told = compare(before, after)
             if not same(told):
                 place = first_place(told)
-                said = (
+                sentence = (
                     f"the first request of side {side}, asked again alone after the others, gives other bits than before "
                     f"them, first at {place['where']}"
                 )
-                return Outcome("differs", said, Fresh(runs, side, place.get("request"), place["where"], True))
-    said = "on an engine that has served nothing, both sides are the same, and so is the first request, asked again at the end"
-    return Outcome("equal", said, Fresh(runs))
+                return Outcome(
+                    "differs", sentence, Fresh(runs, side, place.get("request"), place["where"], True)
+                )
+    sentence = "on an engine that has served nothing, both sides are the same, and so is the first request, asked again at the end"
+    return Outcome("equal", sentence, Fresh(runs))
 
 
 def _first_alone(scenario: Scenario) -> Scenario | None:

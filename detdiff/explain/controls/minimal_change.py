@@ -86,8 +86,8 @@ def minimal_change(case: Case) -> Outcome:
         return Outcome("none", f"there is no path change to minimal_change: {why}", Minimal(**counts))
     counts |= {"held_forwards": found.held_forwards, "baseline_forwards": found.baseline_forwards}
     if found.remains:
-        said = f"{found.target} happens even where every row takes the path that it took in a"
-        return Outcome("remains", said, Minimal(**counts))
+        sentence = f"{found.target} happens even where every row takes the path that it took in a"
+        return Outcome("remains", sentence, Minimal(**counts))
     best = list(found.effective)
     result = "smallest"
 
@@ -111,11 +111,11 @@ def minimal_change(case: Case) -> Outcome:
     counts |= {"trials": found.asked, "reruns": found.run, "trial_forwards": found.forwards}
     what = f"{len(best)} path change{'' if len(best) == 1 else 's'} of {len(found.effective)} that move bits"
     first = listed[0]
-    said = (
+    sentence = (
         f"{found.target} needs only {what}, first at {first['site']} in forward {first['forward']} "
         f"({first['path_a']} on {first['rows_a']} row{'' if first['rows_a'] == 1 else 's'} in a, {first['path_b']} on "
         f"{first['rows_b']} in b)"
     )
     if result == "reduced":
-        said += "; the budget ended before a smaller set was ruled out"
-    return Outcome(result, said, Minimal(**counts, smallest=listed, target=found.target))
+        sentence += "; the budget ended before a smaller set was ruled out"
+    return Outcome(result, sentence, Minimal(**counts, smallest=listed, target=found.target))

@@ -65,17 +65,17 @@ def neighbour_content(case: Case) -> Outcome:
     more = len(scenario.requests) - 1
     others = "the other request" if more == 1 else f"the other {more} requests"
     if first is None:
-        said = f"with other text of the same length in {others} of side {side}, no bit of {id} changed in the first {alike} forwards"
-        return Outcome("equal", said, Neighboured(**detail))
+        sentence = f"with other text of the same length in {others} of side {side}, no bit of {id} changed in the first {alike} forwards"
+        return Outcome("equal", sentence, Neighboured(**detail))
     detail |= first
     if first.get("kind") == "switch":
-        said = (
+        sentence = (
             f"with other text in {others} of side {side}, {id} changed first at the expert layer {first['where']}, whose "
             "calls hold the rows of all requests that chose an expert"
         )
-        return Outcome("undecided", said, Neighboured(**detail))
-    said = f"with other text of the same length in {others} of side {side}, {id} changed, first at {first['where']}"
-    return Outcome("differs", said, Neighboured(**detail))
+        return Outcome("undecided", sentence, Neighboured(**detail))
+    sentence = f"with other text of the same length in {others} of side {side}, {id} changed, first at {first['where']}"
+    return Outcome("differs", sentence, Neighboured(**detail))
 
 
 @control("neighbour_length", after="patch_out")
@@ -95,10 +95,10 @@ def neighbour_length(case: Case) -> Outcome:
     detail: dict[str, Any] = {"side": side, "request": id}
     first = _first(found, None)
     if found.stage is None or first is None:
-        said = f"with the other requests one token shorter, no bit of {id} changed"
-        return Outcome("equal", said, Neighboured(**detail))
-    said = f"with the other requests one token shorter, {id} changed, first at {first['where']}"
-    return Outcome("differs", said, Neighboured(**detail, **first))
+        sentence = f"with the other requests one token shorter, no bit of {id} changed"
+        return Outcome("equal", sentence, Neighboured(**detail))
+    sentence = f"with the other requests one token shorter, {id} changed, first at {first['where']}"
+    return Outcome("differs", sentence, Neighboured(**detail, **first))
 
 
 def _subject(case: Case) -> tuple[Side, str]:

@@ -107,7 +107,7 @@ def judged(case: Case, at_most: int) -> Outcome:
             _judge(case, sides, group, scores)
     worst = scores.first_outside()
     affected = "" if worst is None else pattern(case.a, case.b, worst.origin_row.site.name, worst.run)
-    return Outcome(scores.result, scores.said(), OracleFound(**scores.detail(affected)))
+    return Outcome(scores.result, scores.sentence(), OracleFound(**scores.detail(affected)))
 
 
 def sample(origin_rows: Sequence[OriginRow], at_most: int = AT_MOST) -> list[OriginRow]:

@@ -118,16 +118,16 @@ def _patch(case: Case, side: Side, results: tuple[str, str]) -> Outcome:
     if pair.ends["a"] != pair.ends["b"]:
         figures["positions_held"] = dict(pair.ends)
     if not pair.differing:
-        said = f"every cache entry that {case.focus.id} could read before the forward of the flip is equal in both runs"
-        return Outcome("no_differing_entries", said, Patched(**figures))
+        sentence = f"every cache entry that {case.focus.id} could read before the forward of the flip is equal in both runs"
+        return Outcome("no_differing_entries", sentence, Patched(**figures))
     if pair.own["a"] == pair.own["b"]:
-        said = f"{len(pair.differing)} cache entries differ, and the deciding row of {case.focus.id} gives the same bits in both runs"
-        return Outcome("no_effect", said, Patched(**figures))
+        sentence = f"{len(pair.differing)} cache entries differ, and the deciding row of {case.focus.id} gives the same bits in both runs"
+        return Outcome("no_effect", sentence, Patched(**figures))
     wanted = pair.own[other]
     took = f"{len(pair.differing)} differing cache entries of {other} in {side}"
     if pair.answer(side, pair.differing) != wanted:
-        said = f"with all {took}, {side} still decides otherwise than {other}: {what} is not in {_patched(states)} alone"
-        return Outcome(results[1], said, Patched(**figures))
+        sentence = f"with all {took}, {side} still decides otherwise than {other}: {what} is not in {_patched(states)} alone"
+        return Outcome(results[1], sentence, Patched(**figures))
     best, exact, trials = _smallest(pair, side, wanted)
     positions = tuple((first, last) for first, last in ranges([entry.position for entry in best]))
     layers = tuple(sorted({entry.layer for entry in best}))
@@ -143,12 +143,12 @@ def _patch(case: Case, side: Side, results: tuple[str, str]) -> Outcome:
     }
     happens = "appears" if side == "a" else "is gone"
     few = "these suffice" if exact else "the search ended with these"
-    said = (
+    sentence = (
         f"with {took}, {what} {happens}; {few}: {len(best)} entr{'y' if len(best) == 1 else 'ies'} of layer"
         f"{'' if len(layers) == 1 else 's'} {_spans(ranges(layers))} at position"
         f"{'' if len({e.position for e in best}) == 1 else 's'} {_spans(positions)}"
     )
-    return Outcome(results[0], said, Patched(**figures))
+    return Outcome(results[0], sentence, Patched(**figures))
 
 
 def _smallest(pair: Patches, side: Side, wanted: Decision) -> tuple[list[Any], bool, int]:

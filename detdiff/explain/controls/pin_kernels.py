@@ -123,10 +123,10 @@ def _outcome(case: Case, how: str, traces: Mapping[Side, Trace], tried: list[dic
         # A cache that is not recorded was not compared.
         unseen = any("cache" in trace.header.get("lacks", {}) for trace in traces.values())
         entries = "has bit-equal sites" if unseen else "writes bit-equal cache entries"
-        said = f"with {how}, both sides give the same tokens, and every row {entries}"
+        sentence = f"with {how}, both sides give the same tokens, and every row {entries}"
     elif tokens:
-        said = f"even with {how}, cache entries or logits differ, though the tokens are equal"
+        sentence = f"even with {how}, cache entries or logits differ, though the tokens are equal"
     else:
-        said = f"even with {how}, the two sides diverge"
+        sentence = f"even with {how}, the two sides diverge"
     figures = Pinned(how, cost, tuple(tried), per_forward, tokens, bits)  # type: ignore[arg-type]
-    return Outcome("removed" if tokens and bits else "remains", said, figures)
+    return Outcome("removed" if tokens and bits else "remains", sentence, figures)

@@ -38,7 +38,7 @@ def quantisation(case: Case) -> Outcome:
         traces.append(case.record(replace(scenario, cache=cache), side))
     found = compare(*traces)
     if found.identical:
-        said = "with no side quantising its cache, the runs are identical"
-        return Outcome("removed", said, Unquantised(found.stage))
-    said = f"with no side quantising its cache, the runs still diverge on the stage {found.stage}"
-    return Outcome("remains", said, Unquantised(found.stage))
+        sentence = "with no side quantising its cache, the runs are identical"
+        return Outcome("removed", sentence, Unquantised(found.stage))
+    sentence = f"with no side quantising its cache, the runs still diverge on the stage {found.stage}"
+    return Outcome("remains", sentence, Unquantised(found.stage))

@@ -67,8 +67,8 @@ def _times(count: int) -> str:
 
 
 def _equal(done: dict[str, int]) -> Outcome:
-    said = f"run again, side a {done['a']} times and side b {done['b']} times, every digest and every token was equal"
-    return Outcome("equal", said, Repeated(dict(done)))
+    sentence = f"run again, side a {done['a']} times and side b {done['b']} times, every digest and every token was equal"
+    return Outcome("equal", sentence, Repeated(dict(done)))
 
 
 def _differs(case: Case, side: Side, again: Trace, found: Divergence, done: dict[str, int]) -> Outcome:
@@ -88,13 +88,15 @@ def _differs(case: Case, side: Side, again: Trace, found: Divergence, done: dict
     where = first_place(found)
     figures = Repeated(dict(done), side, **where, returned=returned)
     if steady:
-        said = (
+        sentence = (
             f"side {side} does not repeat its trace and repeats itself, in {done[side]} runs: the first difference from the "
             f"trace is at {where['where']}, on the same machine with the same versions"
         )
-        return Outcome("changed", said, figures)
-    said = f"side {side}, run again {_times(done[side])} as it is, gave other bits, first at {where['where']}"
-    return Outcome("differs", said, figures)
+        return Outcome("changed", sentence, figures)
+    sentence = (
+        f"side {side}, run again {_times(done[side])} as it is, gave other bits, first at {where['where']}"
+    )
+    return Outcome("differs", sentence, figures)
 
 
 def first_place(found: Divergence) -> dict[str, Any]:

@@ -122,4 +122,4 @@ def values(view: View, subject: ViewSubject, most: int = _MOST) -> Table:
 def view_blocks(view: View, report: Report, columns: int) -> tuple[Block, ...]:
     """The blocks that stand for a view; a map is at most ``columns`` characters wide."""
     subject = subject_of(view, report)
-    return (Prose(view.said),) if subject is None else tuple(VIEWS[view.name].words(subject, columns))
+    return (Prose(view.sentence),) if subject is None else tuple(VIEWS[view.name].words(subject, columns))

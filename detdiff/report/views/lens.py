@@ -213,7 +213,7 @@ class LensView:
 
     name = "lens"
     title = "Preference by layer"
-    said = "At which layer the preference turned."
+    sentence = "At which layer the preference turned."
     section = "lens", "The two tokens, layer by layer"
     of_request = True
 

@@ -598,16 +598,16 @@ class _Axes:
                 continue
             for member in point.members:
                 if member.request == self._request.id:
-                    said = _forward(point)
-                    found |= dict.fromkeys(range(member.start, member.start + member.rows), said)
+                    caption = _forward(point)
+                    found |= dict.fromkeys(range(member.start, member.start + member.rows), caption)
         return found
 
 
 def _chosen(token: TokenPoint, other: TokenPoint | None) -> str:
-    said = f'chooses generated token {token.index} "{_cut(token.text)}"'
+    sentence = f'chooses generated token {token.index} "{_cut(token.text)}"'
     if other is None or other.token == token.token:
-        return said
-    return f'{said} in a, "{_cut(other.text)}" in b'
+        return sentence
+    return f'{sentence} in a, "{_cut(other.text)}" in b'
 
 
 def _cut(text: str) -> str:
@@ -627,7 +627,7 @@ class MapView:
 
     name = "map"
     title = "Map"
-    said = "Which layers and positions differ, and where differences arose."
+    sentence = "Which layers and positions differ, and where differences arose."
     section = "origin", "Where it arose"
     of_request = True
 
@@ -690,10 +690,10 @@ def _largest(sizes: Any, n: int) -> str:
     return f"{np.nanmax(np.where(np.isfinite(sizes[n]), sizes[n], np.nan)):,.4g}"
 
 
-def _grid_blocks(of: str, grid: Grid, request: RequestSeries, said: str, columns: int) -> Iterator[Block]:
+def _grid_blocks(of: str, grid: Grid, request: RequestSeries, sentence: str, columns: int) -> Iterator[Block]:
     made = map_text(grid, request, columns)
     if made is not None:
-        yield Item(f"  map of {of}: ", f"{named(request.id)}, {said}")
+        yield Item(f"  map of {of}: ", f"{named(request.id)}, {sentence}")
         yield Code("\n".join(made.lines), "text")
         yield Item("    key: ", made.key)
 

@@ -285,7 +285,7 @@ class MarginsView:
 
     name = "margins"
     title = "Margins"
-    said = "Each token's margin beside what moved it."
+    sentence = "Each token's margin beside what moved it."
     section = "margins", "Margins"
     of_request = True
 

@@ -316,16 +316,16 @@ def _said(plan: TimelinePlan) -> str:
         paths = ", ".join(f"{path} in {count(n, 'forward')}" for path, n in used.most_common(4))
         most = max((point.rows for point in points), default=0)
         trims = sum(len(events(point, True)) for point in points)
-        said = f"Run {run}: {count(len(points), 'forward')}, at most {count(most, 'row')}"
-        said += f"; linear sites on {paths}" if paths else ""
-        said += f"; {count(trims, 'trim')}" if trims else ""
+        sentence = f"Run {run}: {count(len(points), 'forward')}, at most {count(most, 'row')}"
+        sentence += f"; linear sites on {paths}" if paths else ""
+        sentence += f"; {count(trims, 'trim')}" if trims else ""
         for threshold in plan.series.thresholds:
             if threshold.run == run:
-                said += f"; {plan.taken(threshold)}"
+                sentence += f"; {plan.taken(threshold)}"
         for what in MOMENTS:
             for forward, requests in plan.moments(run, what)[:4]:
-                said += f"; {what} of {', '.join(map(shortened, requests[:4]))} in forward {forward:,}"
-        parts.append(said)
+                sentence += f"; {what} of {', '.join(map(shortened, requests[:4]))} in forward {forward:,}"
+        parts.append(sentence)
     return ". ".join(parts) + "."
 
 
@@ -476,7 +476,7 @@ def _path_parts(paths: str) -> list[str]:
 
 def events(point: ForwardPoint, trims: bool) -> list[str]:
     """A forward's trims, or all other events."""
-    return [said for said in point.events if said.startswith("trim ") == trims]
+    return [event for event in point.events if event.startswith("trim ") == trims]
 
 
 def timeline_drawing(series: Series) -> Drawing:
@@ -578,7 +578,7 @@ class TimelineView:
 
     name = "timeline"
     title = "Timeline"
-    said = "Every forward of both runs: its rows, who was in it, and on which kernel path."
+    sentence = "Every forward of both runs: its rows, who was in it, and on which kernel path."
     section = "timeline", "Forwards in time"
     of_request = False
 
@@ -656,12 +656,12 @@ def _members(point: ForwardPoint) -> str:
 
 def _lines(run: str, points: Sequence[ForwardPoint], divergence: Divergence | None) -> list[_Line]:
     asked: dict[int, list[str]] = {}
-    for said, forward in _asked(run, divergence):
-        asked.setdefault(forward, []).append(said)
+    for reason, forward in _asked(run, divergence):
+        asked.setdefault(forward, []).append(reason)
     lines: list[_Line] = []
     before: dict[str, ForwardPoint] = {}
     for point in points:
-        why = [(said, 0) for said in asked.get(point.forward, ())] + list(
+        why = [(reason, 0) for reason in asked.get(point.forward, ())] + list(
             _changed(before.get(point.model), point)
         )
         last = lines[-1].points[-1] if lines else None
@@ -671,7 +671,7 @@ def _lines(run: str, points: Sequence[ForwardPoint], divergence: Divergence | No
             lines[-1].points.append(point)
         else:
             lines.append(
-                _Line(run, [point], [said for said, _ in why], min((rank for _, rank in why), default=9))
+                _Line(run, [point], [reason for reason, _ in why], min((rank for _, rank in why), default=9))
             )
     return lines
 
