@@ -310,7 +310,7 @@ class ModelCheck:
         base = self._base(composition)
         failed: CheckFailure | None = None
         more: list[str] = []
-        together = composition.alone or self._asked.level == GOLDEN
+        together = composition.one_at_a_time or self._asked.level == GOLDEN
         for run in self._runs(composition, base):
             seen = self.seen_of(run, base)
             self._count(seen)

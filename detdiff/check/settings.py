@@ -150,7 +150,7 @@ class CheckedSchedule:
         return self.size or (1 if self.kind == "serial" else 2)
 
     @property
-    def alone(self) -> bool:
+    def one_at_a_time(self) -> bool:
         """Whether each request is to be served alone here too."""
         return self.kind == "serial" or self.size == 1
 

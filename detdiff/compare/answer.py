@@ -151,13 +151,13 @@ _BUCKETS: Final = 16
 
 @dataclass(frozen=True)
 class Pass:
-    """What one pass over all row pairs gave; ``late`` are the origins that were settled after it."""
+    """What one pass over all row pairs gave; ``settled`` says how the origins that needed a second pass were found."""
 
     ports: CommonPorts
     pairs: RowPairs
     tally: Tally
     details: Details
-    late: dict[tuple[int, int], str]
+    settled: dict[tuple[int, int], str]
     across_models: bool = False
 
 
@@ -275,7 +275,7 @@ class RequestAnswer:
             return None
         _, _, row, place = first
         leaf = place != ROOT and not self._done.ports.sites[place].descendants
-        how = self._done.late.get((row, place), "leaf" if leaf else "composite")
+        how = self._done.settled.get((row, place), "leaf" if leaf else "composite")
         return self._done.details.origin(FoundOrigin(row, place, how))
 
     def _draft(self, number: int) -> DraftDivergence | None:

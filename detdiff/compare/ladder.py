@@ -143,12 +143,12 @@ def scan(aligned: Aligned, watch: OriginWatch | None = None) -> Pass:
             "in both. Expected digests of the same sites. Record both runs with the same version."
         )
     rules = SettledOrigins(tally, ports, pairs, scanner)
-    late = {}
+    settled = {}
     for found in rules.origins():
-        late[found.row, found.place] = found.how
+        settled[found.row, found.place] = found.how
         tally.claim(found.place, np.array([found.row]), np.array([rules.place_of(found)]), forward_a)
     details = Details(runs, ports, pairs, aligned.pairing.pairs)
-    return Pass(ports, pairs, tally, details, late, aligned.across_models)
+    return Pass(ports, pairs, tally, details, settled, aligned.across_models)
 
 
 def _answer(aligned: Aligned, done: Pass) -> Divergence:

@@ -81,12 +81,12 @@ def origins(a: Trace, b: Trace) -> list[OriginRow]:
     for block in scanner.blocks():
         tally.add(block, forward_a)
     tally.settle(forward_a)
-    late: dict[tuple[int, int], str] = {}
+    settled: dict[tuple[int, int], str] = {}
     rules = SettledOrigins(tally, ports, pairs, scanner)
     for found in rules.origins():
-        late[found.row, found.place] = found.how
+        settled[found.row, found.place] = found.how
         tally.claim(found.place, np.array([found.row]), np.array([rules.place_of(found)]), forward_a)
-    maker = _Maker(runs, ports, pairs, [(pair.id, pair.a, pair.b) for pair in pairing.pairs], late)
+    maker = _Maker(runs, ports, pairs, [(pair.id, pair.a, pair.b) for pair in pairing.pairs], settled)
     in_order = [
         (int(forward_a[row]), int(where), int(row), maker.origin_row(place, int(row), int(where)))
         for place, rows, at in tally.claimed
@@ -102,13 +102,19 @@ class _Maker:
         ports: CommonPorts,
         pairs: RowPairs,
         requests: Sequence[tuple[str, int, int]],
-        late: dict[tuple[int, int], str],
+        settled: dict[tuple[int, int], str],
     ) -> None:
-        self._runs, self._ports, self._pairs, self._requests, self._late = runs, ports, pairs, requests, late
+        self._runs, self._ports, self._pairs, self._requests, self._settled = (
+            runs,
+            ports,
+            pairs,
+            requests,
+            settled,
+        )
 
     def origin_row(self, place: int, row: int, at: int) -> OriginRow:
         leaf = place != ROOT and not self._ports.sites[place].descendants
-        how = self._late.get((row, place), "leaf" if leaf else "composite")
+        how = self._settled.get((row, place), "leaf" if leaf else "composite")
         site = self._ports.sites[at if place == ROOT else place]
         request, number_a, number_b = self._requests[int(self._pairs.request[row])]
         position = int(self._pairs.position[row])

@@ -236,13 +236,13 @@ def _tokens(now: Candidate, holds: Holds) -> Candidate:
 
 
 def _arrivals(now: Candidate, holds: Holds) -> Candidate:
-    late = {id: arrival for id, arrival in now.arrivals.items() if arrival}
-    if not late:
+    delayed = {id: arrival for id, arrival in now.arrivals.items() if arrival}
+    if not delayed:
         return now
-    at_once = now.with_arrivals(dict.fromkeys(late, 0))
+    at_once = now.with_arrivals(dict.fromkeys(delayed, 0))
     if holds(at_once):
         return at_once
-    for id, arrival in late.items():
+    for id, arrival in delayed.items():
         base = now
         found = least_number(0, arrival, lambda n, base=base, id=id: holds(base.with_arrivals({id: n})))  # type: ignore[misc]
         if found < arrival:

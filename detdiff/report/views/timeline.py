@@ -97,7 +97,7 @@ def _lane(canvas: Canvas, plan: TimelinePlan, run: str, top: float) -> float:
     below = _path_rows(canvas, plan, run, bottom + 4)
     below = _deeds(canvas, plan, run, below)
     _thresholds(canvas, plan, run, scale, first)
-    _moments(canvas, plan, run, first, below)
+    _mark_lines(canvas, plan, run, first, below)
     return below
 
 
@@ -219,11 +219,11 @@ def _thresholds(canvas: Canvas, plan: TimelinePlan, run: str, scale: LinearScale
             canvas.text(plan.right - 4, at, words, anchor="end", full=full, halo=True)
 
 
-def _moments(canvas: Canvas, plan: TimelinePlan, run: str, first: float, below: float) -> None:
-    for what in MOMENTS:
+def _mark_lines(canvas: Canvas, plan: TimelinePlan, run: str, first: float, below: float) -> None:
+    for what in MARKED:
         # The flip's mark is lower, so that origin and flip of one forward are both seen.
         y = first - (22 if what == "origin" else 6)
-        found = plan.moments(run, what)
+        found = plan.marks_of(run, what)
         for forward, _ in found:
             x = plan.x(forward)
             canvas.line(x, y, x, below, "dd-origin-line" if what == "origin" else "dd-flip")
@@ -322,15 +322,15 @@ def _said(plan: TimelinePlan) -> str:
         for threshold in plan.series.thresholds:
             if threshold.run == run:
                 sentence += f"; {plan.taken(threshold)}"
-        for what in MOMENTS:
-            for forward, requests in plan.moments(run, what)[:4]:
+        for what in MARKED:
+            for forward, requests in plan.marks_of(run, what)[:4]:
                 sentence += f"; {what} of {', '.join(map(shortened, requests[:4]))} in forward {forward:,}"
         parts.append(sentence)
     return ". ".join(parts) + "."
 
 
 What = Literal["origin", "flip"]
-MOMENTS: Final[tuple[What, ...]] = ("origin", "flip")
+MARKED: Final[tuple[What, ...]] = ("origin", "flip")
 BARS: Final = 84
 """The height of the bars of a lane, in pixels."""
 
@@ -453,7 +453,7 @@ class TimelinePlan:
             for place in range(0, len(points), self.per)
         ]
 
-    def moments(self, run: str, what: What) -> list[tuple[int, list[str]]]:
+    def marks_of(self, run: str, what: What) -> list[tuple[int, list[str]]]:
         """Forwards in which requests had their first origin or their flip, in order, with those requests."""
         side = "ab".index(run)
         found: dict[int, list[str]] = {}
@@ -467,7 +467,7 @@ class TimelinePlan:
     @cached_property
     def marked(self) -> bool:
         """Whether any run has an origin or a flip."""
-        return any(self.moments(run, what) for run in "ab" for what in MOMENTS)
+        return any(self.marks_of(run, what) for run in "ab" for what in MARKED)
 
 
 def _path_parts(paths: str) -> list[str]:
@@ -483,7 +483,7 @@ def timeline_drawing(series: Series) -> Drawing:
     """The picture with what is told of each forward; of those that share a column it is one that is marked, or the largest."""
     plan = TimelinePlan(series, COLUMNS)
     marks = {
-        (run, forward): what for what in MOMENTS for run in "ab" for forward, _ in plan.moments(run, what)
+        (run, forward): what for what in MARKED for run in "ab" for forward, _ in plan.marks_of(run, what)
     }
     told: list[ForwardPoint | None] = []
     for run in "ab":
