@@ -458,6 +458,18 @@ class EngineFailed(EngineError):
     """An engine of the user's own raised an exception, or does not run the schedule that was asked for."""
 
 
+class LlamaLibraryRefused(DetdiffError):
+    """The library of llama.cpp is not the one that the engine knows the structures of."""
+
+
+class LlamaModelRefused(DetdiffError):
+    """A file is no GGUF model that llama.cpp loads and the engine can trace."""
+
+
+class LlamaFailed(DetdiffError):
+    """llama.cpp gave up in the middle of a run."""
+
+
 class TorchMissing(DetdiffError):
     """torch or transformers is needed and is not installed."""
 

@@ -22,6 +22,7 @@ DEFAULT: Final = "mlx"
 BUILT_IN: Final[Mapping[str, str]] = {
     "mlx": "detdiff.engines.mlx.engine:open_mlx",
     "transformers": "detdiff.engines.transformers.engine:open_transformers",
+    "llama.cpp": "detdiff.engines.llama_cpp.engine:open_llama",
     "function": "detdiff.engines.function.engine:open_function",
 }
 """Found without installation metadata, so that a source tree works."""

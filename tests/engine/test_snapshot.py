@@ -11,9 +11,10 @@ from runs import bits, model, scenario
 from test_speculation import drafting
 
 from detdiff.engines.mlx.packed import PackedEngine, Snapshot, StopRun
-from detdiff.engines.mlx.requests import Work, prepare
+from detdiff.engines.mlx.requests import prepare
 from detdiff.engines.mlx.serve import Models, Sessions, packed_engine
 from detdiff.engines.mlx.taps.forward import Forward
+from detdiff.engines.schedule import Work
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": ("llama", {"prefill_chunk": 5}),

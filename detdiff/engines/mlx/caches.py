@@ -15,11 +15,10 @@ from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import KVCache, create_attention_mask, make_prompt_cache
 
 from detdiff.engines.mlx.taps.forward import handle
+from detdiff.engines.schedule import Work
 from detdiff.errors import LayoutError
 from detdiff.scenario import CachePlan
 from detdiff.trace import format_ranges
-
-from .requests import Work
 
 OnEvent = Callable[..., None]
 """``event(kind, **fields)``: puts a line into the trace."""

@@ -20,6 +20,7 @@ from detdiff.engines.mlx.taps.forward import DRAFT, lens_logits
 from detdiff.engines.mlx.taps.recorder import Recorder, RecordingSettings
 from detdiff.engines.mlx.taps.session import Session
 from detdiff.engines.record import record as record_engine
+from detdiff.engines.schedule import Work
 from detdiff.errors import EngineRefuses, LayoutError, OracleRefused, ScenarioError
 from detdiff.scenario import Scenario
 from detdiff.trace import Site, Trace
@@ -27,7 +28,6 @@ from detdiff.trace import Site, Trace
 from .model import LoadedModel, encode, load
 from .model_directory import config_value
 from .path_changes import SingleRowPaths
-from .requests import Work
 from .run_checks import FirstLogits, compare_logits
 from .serve import Models, OnLogits, Sessions, in_dtype, prepared, run_unrecorded, serve
 

@@ -15,11 +15,12 @@ from mlx_lm.sample_utils import greedy_sampler
 
 from detdiff.engines.mlx.taps.forward import DRAFT
 from detdiff.engines.mlx.taps.session import Session
+from detdiff.engines.schedule import Allotment, OnToken, Share, Work, allot, by_arrival, prompt_share
 from detdiff.scenario import CachePlan, Schedule
 
 from .caches import OnEvent, silent
 from .packed_model import Clock, PackedModel
-from .requests import Allotment, Draw, Forced, OnToken, Share, Work, allot, by_arrival, prompt_share
+from .requests import Draw, Forced
 
 
 def greedy(logits: mx.array) -> list[int]:

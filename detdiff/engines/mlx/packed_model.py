@@ -17,11 +17,11 @@ from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
 from detdiff.engines.mlx.taps.forward import TARGET, Attend, Forward, Segment, handle
 from detdiff.engines.mlx.taps.session import Session
+from detdiff.engines.schedule import Share
 from detdiff.errors import LayoutError
 from detdiff.scenario import CachePlan
 
 from .caches import OnEvent, RequestCaches, silent
-from .requests import Share
 
 
 class _Opaque:

@@ -24,12 +24,13 @@ from mlx_lm.generate import (
 )
 
 from detdiff.engines.mlx.taps.forward import DRAFT, TARGET, Forward, Segment
+from detdiff.engines.schedule import OnToken, Work, by_arrival
 from detdiff.scenario import CachePlan, Schedule
 
 from .cache_events import Owners, watched
 from .caches import OnEvent, reused_cache, silent
 from .packed import Counts
-from .requests import OnToken, Work, by_arrival
+from .requests import segment
 
 
 class PaddedComposer:
@@ -78,7 +79,7 @@ class PaddedComposer:
             else:
                 start, count = work.done, columns
             if count:
-                segments.append(work.segment(slot, start, count))
+                segments.append(segment(work, slot, start, count))
                 work.done = start + count
         self._column += columns
         # generate_step keeps the logits of its last prompt token only; BatchGenerator keeps none of a prompt's.

@@ -6,18 +6,16 @@ the other run generated, they can be compared to the end; what the model would c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 import numpy as np
 from mlx_lm.sample_utils import apply_top_p, greedy_sampler
 
 from detdiff.engines.mlx.taps.forward import Segment
-from detdiff.errors import ContextExceeded, ForcedTokensMissing, TokenOutOfRange
-from detdiff.scenario import Sampling, Scenario, Schedule
-from detdiff.trace import Trace
+from detdiff.engines.schedule import Work, forced_tokens
+from detdiff.errors import ContextExceeded, TokenOutOfRange
+from detdiff.scenario import Sampling, Scenario
 
 from .model import LoadedModel, context_limit, encode
 
@@ -81,73 +79,18 @@ class Forced:
 
 
 def force(work: Sequence[Work], path: str) -> None:
-    """Make every request be fed what the trace at ``path`` generated under its id, to the end of those tokens.
-
-    Raises ForcedTokensMissing where the trace has no such request, another prompt, or no token; and what opening a
-    trace raises.
-    """
-    trace = Trace.open(path)
-    numbers = {request["id"]: number for number, request in enumerate(trace.requests)}
-    generated = trace.generated(lens=False)
-    for item in work:
-        number = numbers.get(item.id)
-        if number is None:
-            raise ForcedTokensMissing(
-                f"force_tokens names {path}, which has no request {item.id!r}; expected one of each id. It has "
-                f"{', '.join(map(repr, list(numbers)[:4]))}. Rename the requests, or force the tokens of another trace."
-            )
-        if tuple(trace.requests[number]["tokens"]) != item.prompt:
-            raise ForcedTokensMissing(
-                f"force_tokens names {path}, where request {item.id!r} has another prompt; expected the same tokens, since "
-                "an answer only fits its own prompt. Force the tokens of a trace of this scenario's requests."
-            )
-        mine = np.flatnonzero(generated.request == number)
-        order = np.argsort(generated.index[mine], kind="stable")
-        tokens = generated.token[mine][order].tolist()
-        if not tokens:
-            raise ForcedTokensMissing(
-                f"force_tokens names {path}, where request {item.id!r} generated nothing; expected at least one token to "
-                "feed. Record that trace to its end first."
-            )
+    """Make every request be fed what the trace at ``path`` generated under its id. Raises what ``forced_tokens`` does."""
+    for item, tokens in zip(work, forced_tokens(work, path), strict=True):
         item.max_tokens = min(item.max_tokens, len(tokens))
         # The other run's stop ends the answer, not this run's own choice.
         item.stop = frozenset()
         item.sampler = Forced(item.sampler, tokens)
 
 
-OnToken = Callable[[int, int, int], None]  # request index, token index, token id
-
-
-@dataclass(eq=False)
-class Work:
-    """One request on its way: ``done`` rows are in the cache, ``generated`` are its answers so far."""
-
-    index: int
-    id: str
-    prompt: tuple[int, ...]
-    max_tokens: int
-    arrival: int
-    stop: frozenset[int]
-    sampler: Sampler
-    done: int = 0
-    generated: list[int] = field(default_factory=list)
-
-    @property
-    def finished(self) -> bool:
-        return bool(self.generated) and (
-            len(self.generated) >= self.max_tokens or self.generated[-1] in self.stop
-        )
-
-    def segment(self, slot: int, start: int, count: int, column: int = 0) -> Segment:
-        """Rows of this request in a forward; the phase is that of the first row."""
-        phase = "prefill" if start < len(self.prompt) else "decode"
-        return Segment(self.index, slot, start, count, phase, column)
-
-    def answer(self, token: int, on_token: OnToken) -> None:
-        """Take one token as the next input; what is told on is the model's own choice, where another is fed."""
-        index = len(self.generated)
-        on_token(self.index, index, self.sampler.own(index) if isinstance(self.sampler, Forced) else token)
-        self.generated.append(token)
+def segment(work: Work, slot: int, start: int, count: int, column: int = 0) -> Segment:
+    """Rows of a request in a forward; the phase is that of the first row."""
+    phase = "prefill" if start < len(work.prompt) else "decode"
+    return Segment(work.index, slot, start, count, phase, column)
 
 
 def prepare(scenario: Scenario, loaded: LoadedModel) -> list[Work]:
@@ -191,56 +134,3 @@ def prepare(scenario: Scenario, loaded: LoadedModel) -> list[Work]:
     if scenario.force_tokens is not None:
         force(work, scenario.force_tokens)
     return work
-
-
-def by_arrival(work: Iterable[Work]) -> list[Work]:
-    """In the order in which an engine sees them; equal arrivals in the order of the scenario."""
-    return sorted(work, key=lambda w: (w.arrival, w.index))
-
-
-@dataclass(frozen=True)
-class Share:
-    """Rows that one request gets in a forward: ``tokens`` at the positions from ``start`` on.
-
-    The logits of the last ``answers`` of them are asked for.
-    """
-
-    work: Work
-    start: int
-    tokens: tuple[int, ...]
-    answers: int
-    phase: str
-
-
-class Allotment(NamedTuple):
-    """How many rows a request gets."""
-
-    work: Work
-    rows: int
-
-
-def allot(active: Sequence[Work], schedule: Schedule, drafts: int | None = None) -> list[Allotment]:
-    """Rows by request: decoding requests first, then prompts in order of arrival, within the budget.
-
-    A decoding request gets one row, and under speculation as many as proposals of it can be verified: ``drafts``, or
-    what is left of its answer or of the budget.
-    """
-    left = schedule.row_budget if schedule.row_budget is not None else 1 << 40
-    found: list[Allotment] = []
-    for work in active:
-        if work.generated:
-            rows = min(left, 1 if drafts is None else min(drafts, work.max_tokens - len(work.generated)))
-            found += [Allotment(work, rows)] if rows else []
-            left -= rows
-    for work in active:
-        if not work.generated:
-            rows = min(left, schedule.prefill_chunk, len(work.prompt) - work.done)
-            found += [Allotment(work, rows)] if rows else []
-            left -= rows
-    return found
-
-
-def prompt_share(work: Work, rows: int) -> Share:
-    """The next ``rows`` of a prompt; its last row answers."""
-    end = work.done + rows
-    return Share(work, work.done, work.prompt[work.done : end], int(end == len(work.prompt)), "prefill")

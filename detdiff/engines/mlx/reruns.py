@@ -15,12 +15,13 @@ from numpy.typing import NDArray
 from detdiff.engines.mlx.taps.forward import Forward, Steering, handle, memory
 from detdiff.engines.mlx.taps.kernel_plan import RowComputation, Taken
 from detdiff.engines.mlx.taps.sites import Arrays, SiteMap
+from detdiff.engines.schedule import Work
 from detdiff.explain.case import Case, Side
 from detdiff.scenario import KernelPlan, Scenario
 
 from .model import LoadedModel
 from .packed import PackedEngine, Snapshot, StopRun
-from .requests import Work, prepare
+from .requests import prepare
 from .serve import Sessions, packed_engine, serve
 
 Bytes = NDArray[np.uint8]

@@ -22,11 +22,11 @@ from detdiff.engines.mlx.taps.forward import Forward, handle, memory
 from detdiff.engines.mlx.taps.kernel_plan import StagedWeights, Taken
 from detdiff.engines.mlx.taps.session import Session
 from detdiff.engines.mlx.taps.sites import Arrays, SiteMap
+from detdiff.engines.schedule import Share, Work
 from detdiff.errors import LayoutError
 from detdiff.scenario import KernelPlan
 
 from .packed_model import PackedModel, refuse_unpackable
-from .requests import Share, Work
 
 Steps = tuple[tuple[int, ...], ...]
 

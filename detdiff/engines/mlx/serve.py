@@ -12,13 +12,14 @@ from detdiff.engines.mlx.model import LoadedModel, context_limit, load
 from detdiff.engines.mlx.taps.forward import DRAFT, TARGET, Forward, Recording
 from detdiff.engines.mlx.taps.session import InjectedFault, Session
 from detdiff.engines.mlx.taps.sites import SiteMap
+from detdiff.engines.schedule import OnToken, Work
 from detdiff.errors import ContextExceeded, DraftMismatch, ModelRunError
 from detdiff.scenario import Scenario
 
 from .caches import OnEvent, silent
 from .packed import Drafting, PackedEngine
 from .padded import PaddedComposer, PaddedRun, Pair, SpeculativeComposer, run_padded, run_speculative
-from .requests import OnToken, Work, prepare
+from .requests import prepare
 from .run_checks import refuse_leaks
 
 OnLogits = Callable[[Forward, mx.array], None]

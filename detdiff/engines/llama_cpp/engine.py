@@ -1,0 +1,493 @@
+"""LlamaEngine: a GGUF file in the real llama.cpp, its requests as sequences, each batch as llama.cpp's own server makes them."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from detdiff.engines import base
+from detdiff.engines.base import Begin, RunOptions, request_header, wanted_values
+from detdiff.engines.schedule import Share, Work, allot, by_arrival, forced_tokens, prompt_share
+from detdiff.errors import (
+    ContextExceeded,
+    EngineRefuses,
+    LlamaFailed,
+    NothingToCheck,
+    OracleRefused,
+    TokenOutOfRange,
+)
+from detdiff.scenario import CachePlan, KernelPlan, Scenario, nearest
+from detdiff.trace import Site, TraceWriter
+
+from .context import CACHE_TYPES, FLASH, ContextSettings, LlamaContext, LlamaModel, Row
+from .layout import checked_library
+from .nodes import TROUBLE, NodeRecorder, Sizes
+from .recorder import Answer, LlamaRecorder
+from .sites import Graph, GraphSites, find_sites, probes
+
+if TYPE_CHECKING:
+    from detdiff.explain.oracle import Operation
+    from detdiff.explain.origins import Captured
+
+SETTINGS: Final = (
+    "threads",
+    "flash_attention",
+    "unified",
+    "cache_type_k",
+    "cache_type_v",
+    "ubatch",
+    "context",
+)
+MOST_SEQUENCES: Final = 62
+"""Sequences at a time; each is a bit of a cell's owners."""
+_CAPABILITIES: Final = frozenset(
+    {
+        base.TOKENS, base.LOGITS, base.SITES, base.INPUTS, base.ROWS_SEEN, base.CACHE, base.VALUES, base.FORWARDS,
+        base.RESET, base.PIN_KERNELS, base.SERIAL, base.STATIC, base.CONTINUOUS, base.PREFILL_CHUNK, base.PACKED, base.TEXT,
+    }
+)  # fmt: skip
+_LACKS: Final = {
+    base.KERNEL_PATHS: "llama.cpp does not say which of its kernels computed a node",
+    base.KERNEL_PLAN: "llama.cpp's kernels are compiled in",
+    base.SAMPLING: "this engine decodes greedily",
+    base.MINIMAL_CHANGE: "llama.cpp's kernels cannot be chosen site by site",
+}
+
+
+class LlamaEngine:
+    """A GGUF model in llama.cpp.
+
+    ``settings``: ``threads`` (1), ``flash_attention`` (auto, on, off), ``unified`` (one cache for all sequences: true, as its server
+    has it), ``cache_type_k`` and ``cache_type_v`` (f16), ``ubatch`` (512 rows of a graph), ``context`` (cells; as many as the requests
+    need). Raises LlamaMissing, LlamaLibraryRefused, LlamaModelRefused, and EngineRefuses for other settings.
+    """
+
+    name = "llama.cpp"
+    stateless = True
+    """Every run makes its context anew, so that nothing is left of what was served."""
+
+    def __init__(self, path: Path, settings: Mapping[str, Any] | None = None) -> None:
+        self.settings: Mapping[str, Any] = dict(settings or {})
+        self._check_settings()
+        self.library = checked_library()
+        self.model = LlamaModel(self.library, path)
+        self.capabilities = _CAPABILITIES
+        self._graphs: dict[ContextSettings, GraphSites] = {}
+
+    def _check_settings(self) -> None:
+        wrong = next((key for key in self.settings if key not in SETTINGS), None)
+        if wrong is not None:
+            raise EngineRefuses(f"The engine llama.cpp has no setting {wrong!r}; {nearest(wrong, SETTINGS)}")
+        for key, known in (
+            ("flash_attention", FLASH),
+            ("cache_type_k", CACHE_TYPES),
+            ("cache_type_v", CACHE_TYPES),
+        ):
+            value = self.settings.get(key)
+            if value is not None and str(value) not in known:
+                raise EngineRefuses(f"{key} is {value!r}; expected one of {', '.join(known)}. Correct it.")
+        for key in ("threads", "ubatch", "context"):
+            value = self.settings.get(key, 1)
+            if type(value) is not int or not 1 <= value <= 1 << 24:
+                raise EngineRefuses(f"{key} is {value!r}; expected a whole number from 1 on. Correct it.")
+        if type(self.settings.get("unified", True)) is not bool:
+            raise EngineRefuses(
+                f"unified is {self.settings['unified']!r}; expected true or false. Correct it."
+            )
+
+    @cached_property
+    def identity(self) -> Mapping[str, Any]:
+        digest = hashlib.sha256()
+        with open(self.model.path, "rb") as file:
+            while block := file.read(1 << 22):
+                digest.update(block)
+        return {
+            "name": self.model.path.stem,
+            "model_type": self.model.metadata("general.architecture") or "",
+            "vocab_size": self.model.vocabulary,
+            "weights_sha256": digest.hexdigest(),
+            "file_type": self.model.metadata("general.file_type"),
+        }
+
+    def environment(self) -> dict[str, Any]:
+        info = self.library.llama_print_system_info()
+        return {
+            **base.machine(),
+            "llama.cpp": self.library.title,
+            "device": "cpu",
+            "backend": "cpu",
+            "threads": int(self.settings.get("threads", 1)),
+            "system_info": " ".join(info.decode(errors="replace").split()) if info else None,
+        }
+
+    def lacks(self, capability: str) -> str:
+        return _LACKS.get(capability, f"the engine llama.cpp has no {capability}")
+
+    def encode(self, text: str, chat: bool) -> list[int]:
+        """Raises EngineRefuses for a chat with a model whose template llama.cpp does not know."""
+        return self.model.encode(self.model.chat(text) if chat else text, special=not chat)
+
+    def decode(self, ids: list[int]) -> str:
+        return self.model.decode(ids)
+
+    def reset(self) -> None:
+        """Nothing is kept from one run to the next."""
+
+    def operation(
+        self, site: Site, captured: Captured, request: str, rows: Sequence[int], scenario: Scenario
+    ) -> Operation:
+        """See ``explain.controls.oracle``."""
+        raise OracleRefused(f"The operation of {site.name} is not known. Judge other sites.")
+
+    def check(self, scenario: Scenario) -> None:
+        """Raises EngineRefuses for what this engine cannot be told."""
+        sampled = next((each.id for each in scenario.requests if each.sampling.temperature), None)
+        told = (
+            ("kernels", scenario.kernels != KernelPlan()),
+            ("a draft", scenario.speculation is not None),
+            ("settings of the cache", scenario.cache != CachePlan()),
+            ("lens", scenario.capture.lens),
+            (f"the temperature of request {sampled!r}", sampled is not None),
+        )
+        wrong = next((what for what, differs in told if differs), None)
+        if wrong is not None:
+            raise EngineRefuses(
+                f"{wrong} cannot be told to the engine llama.cpp, which decodes greedily with its own kernels. Leave it out."
+            )
+
+    def run(self, scenario: Scenario, begin: Begin, options: RunOptions) -> Mapping[str, Any]:
+        """See `base.Engine.run`."""
+        overrides = options.overrides
+        if overrides.patches or overrides.dtype is not None:
+            raise EngineRefuses(
+                "The engine llama.cpp was asked to change the dtype or to put cache entries in, and has no way to. Ask without."
+            )
+        work = self._work(scenario)
+        settings = self._context_settings(work)
+        nodes = NodeRecorder()
+        with ExitStack() as stack:
+            context = LlamaContext(self.model, settings, (nodes.function, nodes.user_data))
+            stack.callback(context.close)
+            graph = self._graph(context, nodes)
+            lacks = {base.KERNEL_PATHS: _LACKS[base.KERNEL_PATHS]}
+            if len(graph.caches) < self.model.layers:
+                lacks[base.CACHE] = "; ".join(graph.unseen) or "the cache of some layers was not seen"
+            notes = list(graph.unseen)
+            if overrides.pin_kernels:
+                notes.append("each row was decoded in a call of its own")
+            writer = begin(
+                {
+                    "requests": [
+                        request_header(request, item.prompt)
+                        for request, item in zip(scenario.requests, work, strict=True)
+                    ],
+                    "sites": [each.site for each in graph.sites],
+                    "lacks": lacks,
+                    "notes": notes,
+                }
+            )
+            return self._record(scenario, options, work, context, nodes, graph, writer)
+
+    def _record(
+        self,
+        scenario: Scenario,
+        options: RunOptions,
+        work: list[Work],
+        context: LlamaContext,
+        nodes: NodeRecorder,
+        graph: GraphSites,
+        writer: TraceWriter,
+    ) -> Mapping[str, Any]:
+        nodes.plan(graph.plan, self._sizes(context, graph), self.model.window, context.split)
+        recorder = LlamaRecorder(
+            graph,
+            nodes,
+            writer,
+            [each.id for each in scenario.requests],
+            wanted_values(scenario, options),
+            scenario.capture.top,
+        )
+        total, count = sum(item.max_tokens for item in work), 0
+
+        def on_token(*_: int) -> None:
+            nonlocal count
+            count += 1
+            if options.progress is not None:
+                options.progress(count, total)
+
+        started, clock = time.time(), time.perf_counter()
+        seen: list[tuple[list[Row], dict[int, bytes]]] = []
+        for fault in options.faults:
+            fault.install(context, nodes)
+
+        def batch(shares: Sequence[Share], rows: list[Row]) -> dict[int, Any]:
+            recorder.begin(shares)
+            context.decode(rows)
+            if nodes.state[TROUBLE]:
+                raise LlamaFailed(
+                    "llama.cpp built another graph in the middle of a run than it did for other numbers of rows; expected one of the "
+                    "same nodes. What was recorded before is readable."
+                )
+            found = {n: context.logits(n) for n, row in enumerate(rows) if row.answers}
+            if len(seen) < options.observe:
+                seen.append((rows, {n: each.tobytes() for n, each in found.items()}))
+            return found
+
+        def text(token: int) -> str:
+            return self.decode([token])
+
+        serve = _Serving(scenario, work, context, options.overrides.pin_kernels, batch, on_token)
+        serve.run(recorder, nodes, text)
+        seconds = time.perf_counter() - clock
+        return {
+            "times": {
+                "started": started,
+                "seconds": seconds,
+                "rows": recorder.rows,
+                "forwards": recorder.forwards,
+            },
+            "observer": self._observed(context.settings, seen),
+        }
+
+    def _observed(
+        self, settings: ContextSettings, seen: Sequence[tuple[list[Row], dict[int, bytes]]]
+    ) -> dict[str, Any]:
+        """Whether the first batches give the same logits without a callback."""
+        if not seen:
+            return {"forwards": 0, "equal": None}
+        context = LlamaContext(self.model, settings)
+        try:
+            equal = True
+            for rows, logits in seen:
+                context.decode(rows)
+                equal &= all(context.logits(n).tobytes() == each for n, each in logits.items())
+        finally:
+            context.close()
+        return {"forwards": len(seen), "equal": equal}
+
+    def _sizes(self, context: LlamaContext, graph: GraphSites) -> Sizes:
+        settings = context.settings
+        cells = context.cells_of_stream * (settings.sequences if context.split else 1)
+        return Sizes(
+            max(settings.ubatch, 2048), graph.width, cells, graph.heads, settings.sequences, context.cells_of_stream,
+            len(graph.caches), max(graph.row_bytes, 4 * self.model.vocabulary),
+        )  # fmt: skip
+
+    def _graph(self, context: LlamaContext, nodes: NodeRecorder) -> GraphSites:
+        """The model's sites, found by two short batches, which are then taken out of the cache again."""
+        settings = context.settings
+        if settings not in self._graphs:
+            batches = probes(settings.sequences if context.split else 1)
+            graphs = []
+            for probe in batches:
+                rows = [
+                    Row(0, position, sequence, False)
+                    for sequence in range(probe.sequences)
+                    for position in range(probe.rows)
+                ]
+                # One output at least in each sequence, and as many in all as the probe has.
+                for n in range(probe.outputs):
+                    at = (n % probe.sequences) * probe.rows + n // probe.sequences
+                    rows[at] = rows[at]._replace(answers=True)
+                nodes.discover()
+                context.decode(rows)
+                graphs.append(Graph(self.library, nodes.nodes))
+                for sequence in range(probe.sequences):
+                    context.remove(sequence)
+            self._graphs[settings] = find_sites(self.library, graphs, batches, context.cells_of_stream)
+        self.library.llama_memory_clear(context.memory, True)
+        nodes.off()
+        return self._graphs[settings]
+
+    def _context_settings(self, work: Sequence[Work]) -> ContextSettings:
+        """A context that has room for all requests at once, so that it is the same for every schedule."""
+        found = self.settings
+        unified = bool(found.get("unified", True))
+        lengths = [len(item.prompt) + item.max_tokens for item in work]
+        sequences = min(len(work), MOST_SEQUENCES)
+        # Two sequences at least, since llama.cpp treats one alone like a cache that is shared.
+        need = sum(lengths) if unified else sequences * _padded(max(lengths))
+        cells = _padded(max(int(found.get("context", need)), 32 * sequences))
+        if "context" in found and unified and max(lengths) > cells:
+            raise ContextExceeded(
+                f"context is {found['context']} cells, and a request needs {max(lengths)}; expected room for one at least. Ask for more."
+            )
+        return ContextSettings(
+            cells,
+            sequences,
+            int(found.get("threads", 1)),
+            str(found.get("flash_attention", "auto")),
+            unified,
+            str(found.get("cache_type_k", "f16")),
+            str(found.get("cache_type_v", "f16")),
+            int(found.get("ubatch", 512)),
+        )
+
+    def _work(self, scenario: Scenario) -> list[Work]:
+        """The requests, tokenised and checked. Raises NothingToCheck, TokenOutOfRange, ContextExceeded, and what forcing raises."""
+        found: list[Work] = []
+        for index, request in enumerate(scenario.requests):
+            prompt = tuple(
+                request.tokens
+                if request.tokens is not None
+                else self.encode(request.prompt or "", request.chat)
+            )
+            if not prompt:
+                raise NothingToCheck(
+                    f"The prompt of request {request.id!r} becomes no token at all; expected one at least. Give it some text."
+                )
+            if max(prompt) >= self.model.vocabulary:
+                raise TokenOutOfRange(
+                    f"Request {request.id!r} has the token id {max(prompt)}; the model's vocabulary has {self.model.vocabulary} ids. "
+                    "Correct the tokens, or name the model they are from."
+                )
+            if len(prompt) + request.max_tokens > self.model.context:
+                raise ContextExceeded(
+                    f"Request {request.id!r} has {len(prompt)} prompt tokens and asks for {request.max_tokens} more; the model's "
+                    f"context is {self.model.context}. Shorten the prompt, or lower max_tokens."
+                )
+            arrival = 0 if scenario.schedule.kind == "static" else request.arrival
+            ends: Callable[[int], bool] = (lambda _: False) if request.ignore_stop else self.model.ends
+            found.append(
+                Work(index, request.id, prompt, request.max_tokens, arrival, _Ends(ends), None)  # type: ignore[arg-type]
+            )
+        if scenario.force_tokens is not None:
+            for item, tokens in zip(found, forced_tokens(found, scenario.force_tokens), strict=True):
+                item.max_tokens = min(item.max_tokens, len(tokens))
+                item.stop = frozenset()
+                item.sampler = _Fed(tokens)
+        return found
+
+
+class _Ends:
+    """Tokens that end an answer, as a set that asks the model."""
+
+    def __init__(self, ends: Callable[[int], bool]) -> None:
+        self._ends = ends
+
+    def __contains__(self, token: object) -> bool:
+        return isinstance(token, int) and self._ends(token)
+
+
+class _Fed:
+    """Feeds given tokens, and keeps what the model would have chosen."""
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self.tokens, self.chosen = tuple(tokens), -1
+
+    def own(self, index: int) -> int:
+        return self.chosen
+
+
+class _Serving:
+    """Requests through a context: who gets rows in the next batch, and what becomes of the logits."""
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        work: list[Work],
+        context: LlamaContext,
+        pinned: bool,
+        batch: Callable[[Sequence[Share], list[Row]], dict[int, Any]],
+        on_token: Callable[..., None],
+    ) -> None:
+        self._schedule, self._work, self._context, self._pinned = scenario.schedule, work, context, pinned
+        self._batch, self._on_token = batch, on_token
+        self._free = list(range(context.settings.sequences))
+
+    def run(self, recorder: LlamaRecorder, nodes: NodeRecorder, text: Callable[[int], str]) -> None:
+        schedule = self._schedule
+        limit = 1 if schedule.kind == "serial" else (schedule.active or len(self._work))
+        limit = min(limit, len(self._free))
+        waiting, active, step = by_arrival(self._work), list[Work](), 0
+        own: dict[int, int] = {}
+        while waiting or active:
+            step = step if active else max(step, waiting[0].arrival)
+            due = [item for item in waiting if item.arrival <= step][: limit - len(active)]
+            waiting = [item for item in waiting if item not in due]
+            for item in due:
+                own[item.index] = self._free.pop(0)
+                recorder.sequences[own[item.index]] = item.index
+            active += due
+            shares = [
+                Share(item, item.done, (item.generated[-1],), 1, "decode")
+                if item.generated
+                else prompt_share(item, rows)
+                for item, rows in allot(active, schedule)
+            ]
+            for group in self._groups(shares):
+                self._compute(group, recorder, own, text)
+            step += 1
+            for item in [item for item in active if item.finished]:
+                sequence = own.pop(item.index)
+                self._context.remove(sequence)
+                nodes.forget(sequence)
+                del recorder.sequences[sequence]
+                # The slot that was free longest is taken next, as if there were a ring of them.
+                self._free.append(sequence)
+            active = [item for item in active if not item.finished]
+
+    def _groups(self, shares: Sequence[Share]) -> list[list[Share]]:
+        if not self._pinned:
+            return [list(shares)]
+        return [
+            [Share(each.work, each.start + n, (token,), int(bool(each.answers) and n == len(each.tokens) - 1), each.phase)]
+            for each in shares
+            for n, token in enumerate(each.tokens)
+        ]  # fmt: skip
+
+    def _compute(
+        self,
+        shares: Sequence[Share],
+        recorder: LlamaRecorder,
+        own: Mapping[int, int],
+        text: Callable[[int], str],
+    ) -> None:
+        rows = [
+            Row(token, share.start + n, own[share.work.index], n >= len(share.tokens) - share.answers)
+            for share in shares
+            for n, token in enumerate(share.tokens)
+        ]
+        logits = self._batch(shares, rows)
+        answers, at = [], 0
+        for share in shares:
+            at += len(share.tokens)
+            share.work.done += len(share.tokens)
+            if not share.answers:
+                continue
+            scores = logits[at - 1]
+            token, index = int(np.argmax(scores)), len(share.work.generated)
+            if isinstance(share.work.sampler, _Fed):
+                share.work.sampler.chosen = token
+                share.work.answer(share.work.sampler.tokens[index], self._on_token)
+            else:
+                share.work.answer(token, self._on_token)
+            answers.append(
+                Answer(share.work.index, index, share.start + len(share.tokens) - 1, at - 1, token, scores)
+            )
+        recorder.end(shares, answers, text)
+
+
+def open_llama(model: Any, settings: Mapping[str, Any]) -> LlamaEngine:
+    """The factory of the engine llama.cpp: ``model`` is a GGUF file.
+
+    Raises EngineRefuses without one, and what LlamaEngine raises.
+    """
+    if model is None:
+        raise EngineRefuses("The engine llama.cpp needs a model; expected a GGUF file. Name one.")
+    path = Path(str(model)).expanduser()
+    if not path.is_file():
+        raise EngineRefuses(f"{str(model)!r} is no file; expected a GGUF file. Name one.")
+    return LlamaEngine(path, settings)
+
+
+def _padded(cells: int) -> int:
+    """llama.cpp makes caches of multiples of 256 cells."""
+    return -(-cells // 256) * 256

@@ -1,0 +1,130 @@
+"""Requests on their way through an engine, and who gets how many rows in its next forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from detdiff.errors import ForcedTokensMissing
+from detdiff.scenario import Schedule
+from detdiff.trace import Trace
+
+OnToken = Callable[[int, int, int], None]  # request index, token index, token id
+
+
+@dataclass(eq=False)
+class Work:
+    """One request on its way: ``done`` rows are in the cache, ``generated`` are its answers so far."""
+
+    index: int
+    id: str
+    prompt: tuple[int, ...]
+    max_tokens: int
+    arrival: int
+    stop: frozenset[int]
+    sampler: Any
+    done: int = 0
+    generated: list[int] = field(default_factory=list)
+
+    @property
+    def finished(self) -> bool:
+        return bool(self.generated) and (
+            len(self.generated) >= self.max_tokens or self.generated[-1] in self.stop
+        )
+
+    def answer(self, token: int, on_token: OnToken) -> None:
+        """Take one token as the next input; what is told on is the model's own choice, where a sampler feeds another."""
+        index = len(self.generated)
+        own = getattr(self.sampler, "own", None)
+        on_token(self.index, index, token if own is None else own(index))
+        self.generated.append(token)
+
+
+def by_arrival(work: Iterable[Work]) -> list[Work]:
+    """In the order in which an engine sees them; equal arrivals in the order of the scenario."""
+    return sorted(work, key=lambda w: (w.arrival, w.index))
+
+
+@dataclass(frozen=True)
+class Share:
+    """Rows that one request gets in a forward: ``tokens`` at the positions from ``start`` on.
+
+    The logits of the last ``answers`` of them are asked for.
+    """
+
+    work: Work
+    start: int
+    tokens: tuple[int, ...]
+    answers: int
+    phase: str
+
+
+class Allotment(NamedTuple):
+    """How many rows a request gets."""
+
+    work: Work
+    rows: int
+
+
+def allot(active: Sequence[Work], schedule: Schedule, drafts: int | None = None) -> list[Allotment]:
+    """Rows by request: decoding requests first, then prompts in order of arrival, within the budget.
+
+    A decoding request gets one row, and under speculation as many as proposals of it can be verified: ``drafts``, or
+    what is left of its answer or of the budget.
+    """
+    left = schedule.row_budget if schedule.row_budget is not None else 1 << 40
+    found: list[Allotment] = []
+    for work in active:
+        if work.generated:
+            rows = min(left, 1 if drafts is None else min(drafts, work.max_tokens - len(work.generated)))
+            found += [Allotment(work, rows)] if rows else []
+            left -= rows
+    for work in active:
+        if not work.generated:
+            rows = min(left, schedule.prefill_chunk, len(work.prompt) - work.done)
+            found += [Allotment(work, rows)] if rows else []
+            left -= rows
+    return found
+
+
+def prompt_share(work: Work, rows: int) -> Share:
+    """The next ``rows`` of a prompt; its last row answers."""
+    end = work.done + rows
+    return Share(work, work.done, work.prompt[work.done : end], int(end == len(work.prompt)), "prefill")
+
+
+def forced_tokens(work: Sequence[Work], path: str) -> list[list[int]]:
+    """What the trace at ``path`` generated under each request's id.
+
+    Raises ForcedTokensMissing where the trace has no such request, another prompt, or no token; and what opening a
+    trace raises.
+    """
+    trace = Trace.open(path)
+    numbers = {request["id"]: number for number, request in enumerate(trace.requests)}
+    generated = trace.generated(lens=False)
+    found: list[list[int]] = []
+    for item in work:
+        number = numbers.get(item.id)
+        if number is None:
+            raise ForcedTokensMissing(
+                f"force_tokens names {path}, which has no request {item.id!r}; expected one of each id. It has "
+                f"{', '.join(map(repr, list(numbers)[:4]))}. Rename the requests, or force the tokens of another trace."
+            )
+        if tuple(trace.requests[number]["tokens"]) != item.prompt:
+            raise ForcedTokensMissing(
+                f"force_tokens names {path}, where request {item.id!r} has another prompt; expected the same tokens, since "
+                "an answer only fits its own prompt. Force the tokens of a trace of this scenario's requests."
+            )
+        mine = np.flatnonzero(generated.request == number)
+        order = np.argsort(generated.index[mine], kind="stable")
+        tokens = generated.token[mine][order].tolist()
+        if not tokens:
+            raise ForcedTokensMissing(
+                f"force_tokens names {path}, where request {item.id!r} generated nothing; expected at least one token to "
+                "feed. Record that trace to its end first."
+            )
+        found.append(tokens)
+    return found
