@@ -6,6 +6,7 @@ import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -30,7 +31,7 @@ from .context import CACHE_TYPES, FLASH, ContextSettings, LlamaContext, LlamaMod
 from .layout import checked_library
 from .nodes import TROUBLE, NodeRecorder, Sizes
 from .recorder import Answer, LlamaRecorder
-from .sites import Graph, GraphSites, find_sites, probes
+from .sites import Graph, GraphSites, Probe, find_sites, probes
 
 if TYPE_CHECKING:
     from detdiff.explain.oracle import Operation
@@ -64,8 +65,7 @@ _LACKS: Final = {
 class LlamaEngine:
     """A GGUF model in llama.cpp.
 
-    ``settings``: ``threads`` (1), ``flash_attention`` (auto, on, off), ``unified`` (one cache for all sequences: true, as its server
-    has it), ``cache_type_k`` and ``cache_type_v`` (f16), ``ubatch`` (512 rows of a graph), ``context`` (cells; as many as the requests
+    ``settings``: ``threads`` (1), ``flash_attention`` (auto, on, off), ``unified`` (false: each sequence has a cache of its own), ``cache_type_k`` and ``cache_type_v`` (f16), ``ubatch`` (512 rows of a graph), ``context`` (cells; as many as the requests
     need). Raises LlamaMissing, LlamaLibraryRefused, LlamaModelRefused, and EngineRefuses for other settings.
     """
 
@@ -97,7 +97,7 @@ class LlamaEngine:
             value = self.settings.get(key, 1)
             if type(value) is not int or not 1 <= value <= 1 << 24:
                 raise EngineRefuses(f"{key} is {value!r}; expected a whole number from 1 on. Correct it.")
-        if type(self.settings.get("unified", True)) is not bool:
+        if type(self.settings.get("unified", False)) is not bool:
             raise EngineRefuses(
                 f"unified is {self.settings['unified']!r}; expected true or false. Correct it."
             )
@@ -172,10 +172,10 @@ class LlamaEngine:
         work = self._work(scenario)
         settings = self._context_settings(work)
         nodes = NodeRecorder()
+        graph = self._graph(settings)
         with ExitStack() as stack:
             context = LlamaContext(self.model, settings, (nodes.function, nodes.user_data))
             stack.callback(context.close)
-            graph = self._graph(context, nodes)
             lacks = {base.KERNEL_PATHS: _LACKS[base.KERNEL_PATHS]}
             if len(graph.caches) < self.model.layers:
                 lacks[base.CACHE] = "; ".join(graph.unseen) or "the cache of some layers was not seen"
@@ -280,36 +280,30 @@ class LlamaEngine:
             len(graph.caches), max(graph.row_bytes, 4 * self.model.vocabulary),
         )  # fmt: skip
 
-    def _graph(self, context: LlamaContext, nodes: NodeRecorder) -> GraphSites:
-        """The model's sites, found by two short batches, which are then taken out of the cache again."""
-        settings = context.settings
+    def _graph(self, settings: ContextSettings) -> GraphSites:
+        """The model's sites, found by two short batches in a context of their own."""
+        settings = replace(settings, ubatch=512)
         if settings not in self._graphs:
-            batches = probes(settings.sequences if context.split else 1)
-            graphs = []
-            for probe in batches:
-                rows = [
-                    Row(0, position, sequence, False)
-                    for sequence in range(probe.sequences)
-                    for position in range(probe.rows)
-                ]
-                # One output at least in each sequence, and as many in all as the probe has.
-                for n in range(probe.outputs):
-                    at = (n % probe.sequences) * probe.rows + n // probe.sequences
-                    rows[at] = rows[at]._replace(answers=True)
-                nodes.discover()
-                context.decode(rows)
-                graphs.append(Graph(self.library, nodes.nodes))
-                for sequence in range(probe.sequences):
-                    context.remove(sequence)
-            self._graphs[settings] = find_sites(self.library, graphs, batches, context.cells_of_stream)
-        self.library.llama_memory_clear(context.memory, True)
-        nodes.off()
+            nodes = NodeRecorder()
+            context = LlamaContext(self.model, settings, (nodes.function, nodes.user_data))
+            try:
+                batches = probes(settings.sequences if context.split else 1)
+                graphs = []
+                for probe in batches:
+                    nodes.discover()
+                    context.decode(_probe_rows(probe))
+                    graphs.append(Graph(self.library, nodes.nodes))
+                    for sequence in range(probe.sequences):
+                        context.remove(sequence)
+                self._graphs[settings] = find_sites(self.library, graphs, batches, context.cells_of_stream)
+            finally:
+                context.close()
         return self._graphs[settings]
 
     def _context_settings(self, work: Sequence[Work]) -> ContextSettings:
         """A context that has room for all requests at once, so that it is the same for every schedule."""
         found = self.settings
-        unified = bool(found.get("unified", True))
+        unified = bool(found.get("unified", False))
         lengths = [len(item.prompt) + item.max_tokens for item in work]
         sequences = min(len(work), MOST_SEQUENCES)
         # Two sequences at least, since llama.cpp treats one alone like a cache that is shared.
@@ -486,6 +480,17 @@ def open_llama(model: Any, settings: Mapping[str, Any]) -> LlamaEngine:
     if not path.is_file():
         raise EngineRefuses(f"{str(model)!r} is no file; expected a GGUF file. Name one.")
     return LlamaEngine(path, settings)
+
+
+def _probe_rows(probe: Probe) -> list[Row]:
+    """The rows of a probe, with an output in each sequence, and as many in all as it has."""
+    rows = [
+        Row(0, position, sequence) for sequence in range(probe.sequences) for position in range(probe.rows)
+    ]
+    for n in range(probe.outputs):
+        at = (n % probe.sequences) * probe.rows + n // probe.sequences
+        rows[at] = rows[at]._replace(answers=True)
+    return rows
 
 
 def _padded(cells: int) -> int:

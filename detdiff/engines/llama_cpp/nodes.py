@@ -25,8 +25,8 @@ UInt64 = NDArray[np.uint64]
 HASH, ACTION, INPUT, TOKENS, AXIS, STREAM, PIECE, BIAS, COLUMN, KEEP = range(10)
 # Of cache writes and reads: the layer, cells of a stream; heads, the first one's number, bytes of an entry and its bias (of keys,
 # where both are read); the same of values; the views of keys and values, by node; and the column of what was read.
-LAYER, KV_SIZE, HEADS, FIRST_HEAD, ENTRY, ENTRY_BIAS, V_ENTRY, V_BIAS, K_VIEW, V_VIEW, READ_COLUMN = range(
-    10, 21
+LAYER, KV_SIZE, HEADS, FIRST_HEAD, ENTRY, ENTRY_BIAS, V_ENTRY, V_BIAS, K_VIEW, V_VIEW, READ_COLUMN, GROUP = (
+    range(10, 22)
 )
 WIDTH: Final = 24
 # ACTION: what is done with a node.
@@ -172,14 +172,15 @@ def _rows(
 ) -> None:
     """Digest the rows of a node."""
     axis, stream = step[AXIS], step[STREAM]
-    count = words[_NE + axis]
+    group = step[GROUP]
+    count = words[_NE + axis] // group
     streams = words[_NE + stream] if stream >= 0 else 1
     piece = step[PIECE]
     bias = np.uint64(step[BIAS])
     for s in range(streams):
         for t in range(count):
             row = s * count + t
-            data = words[_DATA] + t * words[_NB + axis]
+            data = words[_DATA] + t * group * words[_NB + axis]
             if stream >= 0:
                 data += s * words[_NB + stream]
             place = state[ROW] + (outputs[row] if step[TOKENS] == OUTPUTS else row)
@@ -463,7 +464,7 @@ def _on_node(tensor: int, ask: bool, user: int) -> bool:
         state[TROUBLE] = max(state[TROUBLE], ANOTHER_GRAPH)
         return False
     if node == 0:
-        state[COUNT] = numba.carray(_longs(tensor), 42)[_NE + plan[node, AXIS]]
+        state[COUNT] = numba.carray(_longs(tensor), 42)[_NE + plan[node, AXIS]] // max(1, plan[node, GROUP])
         if state[ROW] + state[COUNT] > table[_N_ROWS]:
             state[TROUBLE] = TOO_MANY_ROWS
             return False

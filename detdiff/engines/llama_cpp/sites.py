@@ -140,14 +140,13 @@ class Graph:
 
 @dataclass(frozen=True)
 class Rows:
-    """How a node's rows lie: along ``axis``, and along ``stream`` where each sequence has its own; or only those of outputs."""
+    """How a node's rows lie: along ``axis``, ``group`` of its elements a row, and along ``stream`` where each sequence has its own;
+    or only those of outputs."""
 
     axis: int
     stream: int = -1
     outputs: bool = False
-
-    def count(self, shape: Sequence[int]) -> int:
-        return shape[self.axis] * (shape[self.stream] if self.stream >= 0 else 1)
+    group: int = 1
 
     @classmethod
     def of(cls, shapes: Sequence[Sequence[int]], batches: Sequence[Probe]) -> Rows | None:
@@ -165,7 +164,14 @@ class Rows:
             return cls(flat[0])
         if len(single) == 1 and len(streams) == 1 and not flat:
             return cls(single[0], streams[0])
-        return None
+        # Heads in one axis with the rows, a row's next to each other.
+        first, second = (each[0] for each in every)
+        merged = [
+            axis
+            for axis, (a, b) in enumerate(zip(*shapes, strict=True))
+            if a % first == 0 and a != b and a // first * second == b
+        ]
+        return cls(merged[0], group=shapes[0][merged[0]] // first) if len(merged) == 1 else None
 
 
 @dataclass(frozen=True)
@@ -458,10 +464,13 @@ class _Finder:
         step = self.plan[n]
         step[steps.ACTION], step[steps.TOKENS] = steps.ROWS, steps.OUTPUTS if rows.outputs else steps.FLAT
         step[steps.AXIS], step[steps.STREAM], step[steps.PIECE] = rows.axis, rows.stream, piece
+        step[steps.GROUP] = rows.group
         step[steps.BIAS], step[steps.KEEP] = _signed(digest_bias(dtype, whole)), whole
         step[steps.COLUMN] = self.column[n] = self._columns(1)
         self.row_bytes = max(self.row_bytes, whole)
         shape = tuple(n for axis, n in enumerate(node.shape) if axis not in (rows.axis, rows.stream))[::-1]
+        if rows.group > 1:
+            shape = (rows.group, *shape)
         while len(shape) > 1 and shape[0] == 1:
             shape = shape[1:]
         self.forms[self.column[n]] = ValueForm(n, 0, whole, dtype, shape)
@@ -476,17 +485,18 @@ class _Finder:
                 [*columns, self._read_column(cache.layer) + 1, self.column[n]],
             )  # fmt: skip
             return
-        given: list[int] = []
-        names: list[str] = []
-        if kind != "embedding":
-            for address in node.sources:
-                producer = self._producer(address) if address else None
-                if producer is not None:
-                    given.append(producer)
-                    names.append("in" if len(names) == 0 else f"in{len(names) + 1}")
+        given = [] if kind == "embedding" else self._given(node)
+        names = ["in" if n == 0 else f"in{n + 1}" for n in range(len(given))]
         sources = tuple(self.graph.made(each).name for each in node.sources if each)
         site = Site(self._site(base, node.op), kind, layer, tuple(names), ("out",))
         self._add(site, n, rows, [*given, self.column[n]], weight, sources)
+
+    def _given(self, node: Node) -> list[int]:
+        """The columns of what a node was computed from; none where one of them is not recorded, so that it is no origin."""
+        made = [self.graph.made(address) for address in node.sources if address]
+        computed = [each for each in made if each.address in self.graph.place]
+        columns = [self.column.get(self.graph.place[each.address]) for each in computed]
+        return [column for column in columns if column is not None] if None not in columns else []
 
     def _attention(self, n: int, node: Node) -> tuple[int | None, CacheLayer] | None:
         """The column of the queries and the cache, of a node that ends attention; its site of cache reads is added before."""
@@ -609,6 +619,7 @@ def _pieces(node: Node, rows: Rows, size: int) -> tuple[int, int] | None:
         axis += 1
     if axis != rows.axis or rows.axis == 0:
         return None
+    piece *= rows.group
     outer = math.prod(n for axis, n in enumerate(node.shape) if axis > rows.axis and axis != rows.stream)
     if piece % 4 and outer > 1:
         return None
