@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from detdiff.errors import EngineRefuses, LlamaFailed, LlamaModelRefused
 
-from .library import Batch, ChatMessage, Library
+from .library import ChatMessage, LlamaBatch, LlamaLibrary
 
 Float32 = NDArray[np.float32]
 CACHE_TYPES: Final = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8, "q5_1": 7, "q5_0": 6, "q4_1": 3, "q4_0": 2}
@@ -24,7 +24,7 @@ CACHE_TYPES: Final = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8, "q5_1": 7, "q5_
 FLASH: Final = {"auto": -1, "off": 0, "on": 1}
 
 
-class Row(NamedTuple):
+class BatchRow(NamedTuple):
     """A row of a batch; ``answers``: its logits are asked for."""
 
     token: int
@@ -51,7 +51,7 @@ class ContextSettings:
 class LlamaModel:
     """A loaded model. Raises LlamaModelRefused for what llama.cpp does not load."""
 
-    def __init__(self, library: Library, path: Path) -> None:
+    def __init__(self, library: LlamaLibrary, path: Path) -> None:
         self.library, self.path = library, path
         settings = library.llama_model_default_params()
         # Values are read where they lie, which is the memory of the host.
@@ -201,7 +201,7 @@ class LlamaContext:
         if getattr(self, "handle", None):
             self.close()
 
-    def decode(self, rows: Sequence[Row]) -> None:
+    def decode(self, rows: Sequence[BatchRow]) -> None:
         """Compute a batch. Raises LlamaFailed where the cache has no room for it, or llama.cpp gives up."""
         count = len(rows)
         if count > self._size:
@@ -229,7 +229,7 @@ class LlamaContext:
             (pointer * count)(*[c.cast(each, pointer) for each in self._sequences]), (c.c_int8 * count)(),
         )  # fmt: skip
         token, position, counts, sequences, answers = self._arrays
-        self._batch = Batch(0, token, None, position, counts, sequences, answers)
+        self._batch = LlamaBatch(0, token, None, position, counts, sequences, answers)
 
     def logits(self, row: int) -> Float32:
         """The logits of a row of the last batch, float32 [vocabulary], valid until the next one."""

@@ -27,11 +27,11 @@ from detdiff.errors import (
 from detdiff.scenario import CachePlan, KernelPlan, Scenario, nearest
 from detdiff.trace import Site, TraceWriter
 
-from .context import CACHE_TYPES, FLASH, ContextSettings, LlamaContext, LlamaModel, Row
+from .context import CACHE_TYPES, FLASH, BatchRow, ContextSettings, LlamaContext, LlamaModel
 from .layout import checked_library
-from .nodes import TROUBLE, NodeRecorder, Sizes
-from .recorder import Answer, LlamaRecorder
-from .sites import Graph, GraphSites, Probe, find_sites, probes
+from .nodes import TROUBLE, NodeRecorder, RecordingSizes
+from .recorder import ChosenToken, LlamaRecorder
+from .sites import GraphSites, NodeGraph, ProbeBatch, find_sites, probes
 
 if TYPE_CHECKING:
     from detdiff.explain.oracle import Operation
@@ -223,11 +223,11 @@ class LlamaEngine:
                 options.progress(count, total)
 
         started, clock = time.time(), time.perf_counter()
-        seen: list[tuple[list[Row], dict[int, bytes]]] = []
+        seen: list[tuple[list[BatchRow], dict[int, bytes]]] = []
         for fault in options.faults:
             fault.install(context, nodes)
 
-        def batch(shares: Sequence[Share], rows: list[Row]) -> dict[int, Any]:
+        def batch(shares: Sequence[Share], rows: list[BatchRow]) -> dict[int, Any]:
             recorder.begin(shares)
             context.decode(rows)
             if nodes.state[TROUBLE]:
@@ -257,7 +257,7 @@ class LlamaEngine:
         }
 
     def _observed(
-        self, settings: ContextSettings, seen: Sequence[tuple[list[Row], dict[int, bytes]]]
+        self, settings: ContextSettings, seen: Sequence[tuple[list[BatchRow], dict[int, bytes]]]
     ) -> dict[str, Any]:
         """Whether the first batches give the same logits without a callback."""
         if not seen:
@@ -272,10 +272,10 @@ class LlamaEngine:
             context.close()
         return {"forwards": len(seen), "equal": equal}
 
-    def _sizes(self, context: LlamaContext, graph: GraphSites) -> Sizes:
+    def _sizes(self, context: LlamaContext, graph: GraphSites) -> RecordingSizes:
         settings = context.settings
         cells = context.cells_of_stream * (settings.sequences if context.split else 1)
-        return Sizes(
+        return RecordingSizes(
             max(settings.ubatch, 2048), graph.width, cells, graph.heads, settings.sequences, context.cells_of_stream,
             len(graph.caches), max(graph.row_bytes, 4 * self.model.vocabulary),
         )  # fmt: skip
@@ -292,7 +292,7 @@ class LlamaEngine:
                 for probe in batches:
                     nodes.discover()
                     context.decode(_probe_rows(probe))
-                    graphs.append(Graph(self.library, nodes.nodes))
+                    graphs.append(NodeGraph(self.library, nodes.nodes))
                     for sequence in range(probe.sequences):
                         context.remove(sequence)
                 self._graphs[settings] = find_sites(self.library, graphs, batches, context.cells_of_stream)
@@ -389,7 +389,7 @@ class _Serving:
         work: list[Work],
         context: LlamaContext,
         pinned: bool,
-        batch: Callable[[Sequence[Share], list[Row]], dict[int, Any]],
+        batch: Callable[[Sequence[Share], list[BatchRow]], dict[int, Any]],
         on_token: Callable[..., None],
     ) -> None:
         self._schedule, self._work, self._context, self._pinned = scenario.schedule, work, context, pinned
@@ -445,7 +445,7 @@ class _Serving:
         text: Callable[[int], str],
     ) -> None:
         rows = [
-            Row(token, share.start + n, own[share.work.index], n >= len(share.tokens) - share.answers)
+            BatchRow(token, share.start + n, own[share.work.index], n >= len(share.tokens) - share.answers)
             for share in shares
             for n, token in enumerate(share.tokens)
         ]
@@ -464,7 +464,9 @@ class _Serving:
             else:
                 share.work.answer(token, self._on_token)
             answers.append(
-                Answer(share.work.index, index, share.start + len(share.tokens) - 1, at - 1, token, scores)
+                ChosenToken(
+                    share.work.index, index, share.start + len(share.tokens) - 1, at - 1, token, scores
+                )
             )
         recorder.end(shares, answers, text)
 
@@ -482,10 +484,12 @@ def open_llama(model: Any, settings: Mapping[str, Any]) -> LlamaEngine:
     return LlamaEngine(path, settings)
 
 
-def _probe_rows(probe: Probe) -> list[Row]:
+def _probe_rows(probe: ProbeBatch) -> list[BatchRow]:
     """The rows of a probe, with an output in each sequence, and as many in all as it has."""
     rows = [
-        Row(0, position, sequence) for sequence in range(probe.sequences) for position in range(probe.rows)
+        BatchRow(0, position, sequence)
+        for sequence in range(probe.sequences)
+        for position in range(probe.rows)
     ]
     for n in range(probe.outputs):
         at = (n % probe.sequences) * probe.rows + n // probe.sequences

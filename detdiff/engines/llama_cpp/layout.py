@@ -13,9 +13,9 @@ import numpy as np
 
 from detdiff.errors import DetdiffError, LlamaLibraryRefused
 
-from .context import ContextSettings, LlamaContext, LlamaModel, Row
+from .context import BatchRow, ContextSettings, LlamaContext, LlamaModel
 from .known_model import PROMPT, TOLERANCE, KnownModel
-from .library import Library, Tensor, find_library
+from .library import GgmlTensor, LlamaLibrary, find_library
 
 DEFAULTS: Final[dict[str, Any]] = {
     "n_ctx": 512, "n_batch": 2048, "n_ubatch": 512, "n_seq_max": 1, "rope_scaling_type": -1, "pooling_type": -1,
@@ -27,14 +27,14 @@ DEFAULTS: Final[dict[str, Any]] = {
 
 
 @lru_cache(1)
-def checked_library() -> Library:
+def checked_library() -> LlamaLibrary:
     """The installed library, after all checks; once a process. Raises LlamaMissing and LlamaLibraryRefused."""
     library = find_library()
     check_library(library)
     return library
 
 
-def check_library(library: Library) -> None:
+def check_library(library: LlamaLibrary) -> None:
     """Raises LlamaLibraryRefused with the first of the library's answers that is not as described."""
     for wrong in (_defaults, _size, _tensors, _known_logits):
         found = wrong(library)
@@ -45,7 +45,7 @@ def check_library(library: Library) -> None:
             )
 
 
-def _defaults(library: Library) -> str | None:
+def _defaults(library: LlamaLibrary) -> str | None:
     given = library.llama_context_default_params()
     for name, expected in DEFAULTS.items():
         found = getattr(given, name, expected)
@@ -56,7 +56,7 @@ def _defaults(library: Library) -> str | None:
     return None
 
 
-def _size(library: Library) -> str | None:
+def _size(library: LlamaLibrary) -> str | None:
     """How many bytes the library writes for a structure, where the calling convention shows it."""
     if platform.machine() not in ("x86_64", "AMD64") or platform.system() == "Windows":
         return None
@@ -79,8 +79,8 @@ def _size(library: Library) -> str | None:
     return None
 
 
-def _tensors(library: Library) -> str | None:
-    """A small graph whose tensors must be as ``Tensor`` reads them."""
+def _tensors(library: LlamaLibrary) -> str | None:
+    """A small graph whose tensors must be as ``GgmlTensor`` reads them."""
     from .library import InitParams
 
     memory = c.create_string_buffer(1 << 16)
@@ -90,7 +90,7 @@ def _tensors(library: Library) -> str | None:
         library.ggml_set_name(b, b"rows")
         made = library.ggml_mul_mat(context, a, b)
         view = library.ggml_view_1d(context, b, 3, 128)
-        weight, rows, product, part = (Tensor.from_address(each) for each in (a, b, made, view))
+        weight, rows, product, part = (GgmlTensor.from_address(each) for each in (a, b, made, view))
         for what, found, expected in (
             ("the type of a half-precision tensor", weight.type, 1),
             ("its elements", tuple(weight.ne), (64, 5, 1, 1)),
@@ -104,14 +104,14 @@ def _tensors(library: Library) -> str | None:
         ):
             if found != expected:
                 return f"{what} reads {found!r} where {expected!r} was expected"
-        if library.ggml_tensor_overhead() < c.sizeof(Tensor):
-            return f"a tensor takes {library.ggml_tensor_overhead()} bytes, fewer than {c.sizeof(Tensor)}"
+        if library.ggml_tensor_overhead() < c.sizeof(GgmlTensor):
+            return f"a tensor takes {library.ggml_tensor_overhead()} bytes, fewer than {c.sizeof(GgmlTensor)}"
     finally:
         library.ggml_free(context)
     return None
 
 
-def _known_logits(library: Library) -> str | None:
+def _known_logits(library: LlamaLibrary) -> str | None:
     """A tiny model whose logits are known, in a context that must be as it was asked for."""
     known = KnownModel()
     with tempfile.TemporaryDirectory(prefix="detdiff-llama-") as folder:
@@ -137,7 +137,7 @@ def _known_logits(library: Library) -> str | None:
                 found = getattr(library, f"llama_{what}")(context.handle)
                 if found != expected:
                     return f"a context has {what} {found} where {expected} was asked for"
-            context.decode([Row(token, n, 1, True) for n, token in enumerate(PROMPT)])
+            context.decode([BatchRow(token, n, 1, True) for n, token in enumerate(PROMPT)])
             logits = np.stack([context.logits(n) for n in range(len(PROMPT))])
             off = float(np.max(np.abs(logits - known.logits(PROMPT))))
             if not off <= TOLERANCE:

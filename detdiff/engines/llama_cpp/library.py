@@ -92,7 +92,7 @@ class ModelParams(c.Structure):
     ]
 
 
-class Batch(c.Structure):
+class LlamaBatch(c.Structure):
     """``llama_batch``: rows by token, position, sequence, and whether their logits are asked for."""
 
     _fields_ = [
@@ -106,7 +106,7 @@ class Batch(c.Structure):
     ]
 
 
-class Tensor(c.Structure):
+class GgmlTensor(c.Structure):
     """``ggml_tensor``, a node or leaf of a graph: ``ne`` elements and ``nb`` bytes between them, innermost axis first."""
 
     _fields_ = [
@@ -172,7 +172,7 @@ _FUNCTIONS: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
     "llama_state_seq_get_size": (c.c_size_t, (_POINTER, _INT)),
     "llama_state_seq_get_data": (c.c_size_t, (_POINTER, _POINTER, c.c_size_t, _INT)),
     "llama_state_seq_set_data": (c.c_size_t, (_POINTER, _POINTER, c.c_size_t, _INT)),
-    "llama_decode": (_INT, (_POINTER, Batch)),
+    "llama_decode": (_INT, (_POINTER, LlamaBatch)),
     "llama_get_logits_ith": (_POINTER, (_POINTER, _INT)),
     "llama_model_get_vocab": (_POINTER, (_POINTER,)),
     "llama_vocab_n_tokens": (_INT, (_POINTER,)),
@@ -208,7 +208,7 @@ _FUNCTIONS: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
 }
 
 
-class Library:
+class LlamaLibrary:
     """A loaded llama.cpp: its C functions as attributes, its structures, and the last lines of its own log.
 
     Raises LlamaLibraryRefused where the file does not load, or lacks a function.
@@ -267,7 +267,7 @@ class Library:
         return self._library[name]
 
 
-def find_library() -> Library:
+def find_library() -> LlamaLibrary:
     """The library of the package xllamacpp, or of llama-cpp-python, which declares its own structures.
 
     Raises LlamaMissing where neither is installed.
@@ -278,11 +278,11 @@ def find_library() -> Library:
         for folder in spec.submodule_search_locations:
             for pattern in ("xllamacpp*.so", "xllamacpp*.pyd", "xllamacpp*.dylib"):
                 for path in sorted(Path(folder).glob(pattern)):
-                    return Library("xllamacpp", path)
+                    return LlamaLibrary("xllamacpp", path)
     if importlib.util.find_spec("llama_cpp") is not None:
         own: Any = importlib.import_module("llama_cpp.llama_cpp")
         found = Structures(own.llama_context_params, own.llama_model_params)
-        return Library("llama-cpp-python", Path(own._lib._name), found)
+        return LlamaLibrary("llama-cpp-python", Path(own._lib._name), found)
     raise LlamaMissing(
         "The engine llama.cpp needs the package xllamacpp, which is not installed; expected that or llama-cpp-python. "
         "Install it: pip install 'detdiff[llama]'."

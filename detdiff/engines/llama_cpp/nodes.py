@@ -2,7 +2,7 @@
 
 ggml reuses a node's memory for later ones, so a value is digested (and copied, where it is asked for) as soon as it is computed. A
 Python callback at each of some thousand calls a forward would cost more than the forward; this one costs what reading the
-values costs. The offsets are those of ``library.Tensor``, which ``layout.py`` has checked.
+values costs. The offsets are those of ``library.GgmlTensor``, which ``layout.py`` has checked.
 """
 
 from __future__ import annotations
@@ -485,7 +485,7 @@ def node_hash(name: bytes, op: int) -> int:
 
 
 @dataclass(frozen=True)
-class Sizes:
+class RecordingSizes:
     """What a context is recorded with: rows of a batch at most, digest columns, cells of all streams, heads of keys and values of
     a layer, sequences, positions, layers with a cache, and bytes of the longest row."""
 
@@ -543,7 +543,7 @@ class NodeRecorder:
         """Let graphs be computed unseen."""
         self.state[MODE] = OFF
 
-    def plan(self, plan: Int64, sizes: Sizes, window: int, split: bool) -> None:
+    def plan(self, plan: Int64, sizes: RecordingSizes, window: int, split: bool) -> None:
         """Record graphs of this ``plan`` int64 [nodes, WIDTH] from now on; nothing is in the cache."""
         self._plan, self.sizes = np.ascontiguousarray(plan), sizes
         self.rows = np.zeros((sizes.rows, 3), np.int64)

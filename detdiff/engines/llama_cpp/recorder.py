@@ -22,7 +22,7 @@ _MOST_TOLD = 64
 
 
 @dataclass(frozen=True)
-class Answer:
+class ChosenToken:
     """A row that chose a token: its logits float32 [vocabulary] and what was chosen."""
 
     request: int
@@ -81,7 +81,9 @@ class LlamaRecorder:
     def _sequence(self, share: Share) -> int:
         return next(sequence for sequence, request in self.sequences.items() if request == share.work.index)
 
-    def end(self, shares: Sequence[Share], answers: Sequence[Answer], texts: Callable[[int], str]) -> None:
+    def end(
+        self, shares: Sequence[Share], answers: Sequence[ChosenToken], texts: Callable[[int], str]
+    ) -> None:
         """The batch was computed, and its answers chosen."""
         table = self._rows(shares)
         nodes = self._nodes
@@ -277,7 +279,7 @@ class LlamaRecorder:
         data = self._nodes.values(node, count)[rows, start : start + size]
         return np.ascontiguousarray(data).view(STORAGE[dtype]).reshape(len(rows), *shape), dtype
 
-    def _answered(self, answers: Sequence[Answer], forwards: Int64, texts: Callable[[int], str]) -> None:
+    def _answered(self, answers: Sequence[ChosenToken], forwards: Int64, texts: Callable[[int], str]) -> None:
         if not answers:
             return
         top = [highest(answer.logits, self._top) for answer in answers]

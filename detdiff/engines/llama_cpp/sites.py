@@ -19,7 +19,7 @@ from detdiff.trace import Site, digest_bias, ports_of
 from detdiff.trace.digest import STORAGE
 
 from . import nodes as steps
-from .library import TYPE_NAMES, Library, Tensor
+from .library import TYPE_NAMES, GgmlTensor, LlamaLibrary
 from .nodes import Int64, node_hash
 
 VIEWS: Final = frozenset({"NONE", "VIEW", "RESHAPE", "PERMUTE", "TRANSPOSE"})
@@ -38,7 +38,7 @@ KINDS: Final = {
 
 
 @dataclass(frozen=True)
-class Probe:
+class ProbeBatch:
     """A batch for finding sites: sequences, rows of each, and rows of it whose logits are asked for."""
 
     sequences: int
@@ -50,16 +50,16 @@ class Probe:
         return self.sequences * self.rows, self.rows, self.sequences, self.outputs
 
 
-def probes(sequences: int) -> tuple[Probe, Probe]:
+def probes(sequences: int) -> tuple[ProbeBatch, ProbeBatch]:
     """Two batches for a context whose streams hold ``sequences`` (1 where all share one)."""
     if sequences == 1:
-        return Probe(1, 10, 3), Probe(1, 21, 8)
+        return ProbeBatch(1, 10, 3), ProbeBatch(1, 21, 8)
     first = 2 if sequences > 2 else 1
-    return Probe(first, 5, 3), Probe(first + 1, 7, 8 if first == 2 else 9)
+    return ProbeBatch(first, 5, 3), ProbeBatch(first + 1, 7, 8 if first == 2 else 9)
 
 
 @dataclass(frozen=True)
-class Node:
+class GraphNode:
     """A node or leaf of a graph; ``sources`` are addresses, 0 where there is none."""
 
     address: int
@@ -73,8 +73,8 @@ class Node:
     view_of: int
 
     @classmethod
-    def at(cls, library: Library, address: int) -> Node:
-        tensor = Tensor.from_address(address)
+    def at(cls, library: LlamaLibrary, address: int) -> GraphNode:
+        tensor = GgmlTensor.from_address(address)
         return cls(
             address,
             tensor.name.decode(errors="replace"),
@@ -88,24 +88,24 @@ class Node:
         )
 
 
-class Graph:
+class NodeGraph:
     """The nodes of one graph in order, and the leaves that they name."""
 
-    def __init__(self, library: Library, addresses: Sequence[int]) -> None:
-        self.nodes = [Node.at(library, each) for each in addresses]
+    def __init__(self, library: LlamaLibrary, addresses: Sequence[int]) -> None:
+        self.nodes = [GraphNode.at(library, each) for each in addresses]
         self.place = {node.address: n for n, node in enumerate(self.nodes)}
         self._known = {node.address: node for node in self.nodes}
         self._library = library
 
-    def node(self, address: int) -> Node:
+    def node(self, address: int) -> GraphNode:
         if address not in self._known:
-            self._known[address] = Node.at(self._library, address)
+            self._known[address] = GraphNode.at(self._library, address)
         return self._known[address]
 
-    def source(self, node: Node, number: int) -> Node | None:
+    def source(self, node: GraphNode, number: int) -> GraphNode | None:
         return self.node(node.sources[number]) if node.sources[number] else None
 
-    def made(self, address: int) -> Node:
+    def made(self, address: int) -> GraphNode:
         """What computed the values behind an address: a node, or a leaf (a weight, an input, the cache)."""
         node = self.node(address)
         while node.op in VIEWS and node.op != "NONE":
@@ -139,7 +139,7 @@ class Graph:
 
 
 @dataclass(frozen=True)
-class Rows:
+class NodeRows:
     """How a node's rows lie: along ``axis``, ``group`` of its elements a row, and along ``stream`` where each sequence has its own;
     or only those of outputs."""
 
@@ -149,7 +149,7 @@ class Rows:
     group: int = 1
 
     @classmethod
-    def of(cls, shapes: Sequence[Sequence[int]], batches: Sequence[Probe]) -> Rows | None:
+    def of(cls, shapes: Sequence[Sequence[int]], batches: Sequence[ProbeBatch]) -> NodeRows | None:
         """None where the shapes have no axis of rows, or more than one."""
         every = [batch.sizes() for batch in batches]
 
@@ -180,7 +180,7 @@ class NodeSite:
 
     site: Site
     node: int
-    rows: Rows | None
+    rows: NodeRows | None
     weight: str | None = None
     sources: tuple[str, ...] = ()
 
@@ -231,7 +231,9 @@ class GraphSites:
         return max((sum(each.heads) for each in self.caches), default=1)
 
 
-def find_sites(library: Library, graphs: Sequence[Graph], batches: Sequence[Probe], cells: int) -> GraphSites:
+def find_sites(
+    library: LlamaLibrary, graphs: Sequence[NodeGraph], batches: Sequence[ProbeBatch], cells: int
+) -> GraphSites:
     """The sites that both graphs show; ``cells`` are those of one stream of the cache.
 
     Raises LlamaModelRefused where the graphs are not built of the same nodes, or have no logits.
@@ -247,11 +249,16 @@ def find_sites(library: Library, graphs: Sequence[Graph], batches: Sequence[Prob
 
 class _Finder:
     def __init__(
-        self, library: Library, graph: Graph, other: Graph, batches: Sequence[Probe], cells: int
+        self,
+        library: LlamaLibrary,
+        graph: NodeGraph,
+        other: NodeGraph,
+        batches: Sequence[ProbeBatch],
+        cells: int,
     ) -> None:
         self.library, self.graph, self.cells = library, graph, cells
         self.rows = [
-            Rows.of((a.shape, b.shape), batches) for a, b in zip(graph.nodes, other.nodes, strict=True)
+            NodeRows.of((a.shape, b.shape), batches) for a, b in zip(graph.nodes, other.nodes, strict=True)
         ]
         self.reached = graph.reached()
         self.plan = np.zeros((len(graph.nodes), steps.WIDTH), np.int64)
@@ -333,16 +340,16 @@ class _Finder:
             self.layers.append(layer)
             self.row_bytes = max(self.row_bytes, *widths)
 
-    def _entry(self, view: Node, elements: int) -> int:
+    def _entry(self, view: GraphNode, elements: int) -> int:
         """Bytes of one head's entry."""
         block = int(self.library.ggml_blck_size(view.type))
         return elements // block * int(self.library.ggml_type_size(view.type))
 
-    def _value_width(self, layer: int, values: Node) -> int:
+    def _value_width(self, layer: int, values: GraphNode) -> int:
         """Dimensions of a head's values, which lie transposed without flash attention."""
         return values.shape[1 if self.graph.nodes[self.reads[layer]].op == "SOFT_MAX" else 0]
 
-    def _views(self, layer: int) -> tuple[Node, Node]:
+    def _views(self, layer: int) -> tuple[GraphNode, GraphNode]:
         """The views of keys and values that a layer's attention is given."""
         n = self.reads[layer]
         node = self.graph.nodes[n]
@@ -353,7 +360,7 @@ class _Finder:
         assert scores is not None and view is not None
         return self.graph.node(scores.sources[0]), view
 
-    def _scores(self, softmax: Node) -> Node | None:
+    def _scores(self, softmax: GraphNode) -> GraphNode | None:
         """The product of queries and keys that a softmax is of, through what scales or caps it."""
         node = self.graph.made(softmax.sources[0])
         for _ in range(6):
@@ -364,7 +371,7 @@ class _Finder:
             node = self.graph.made(node.sources[0])
         return None
 
-    def _value_product(self, n: int) -> Node | None:
+    def _value_product(self, n: int) -> GraphNode | None:
         """The product of a softmax with the values."""
         address = self.graph.nodes[n].address
         for node in self.graph.nodes[n + 1 :]:
@@ -372,7 +379,7 @@ class _Finder:
                 return node
         return None
 
-    def _value_view(self, n: int) -> Node | None:
+    def _value_view(self, n: int) -> GraphNode | None:
         """The view of values, where it is made before the softmax."""
         product = self._value_product(n)
         if product is None or self.graph.cache(product.sources[0]) is None:
@@ -491,14 +498,14 @@ class _Finder:
         site = Site(self._site(base, node.op), kind, layer, tuple(names), ("out",))
         self._add(site, n, rows, [*given, self.column[n]], weight, sources)
 
-    def _given(self, node: Node) -> list[int]:
+    def _given(self, node: GraphNode) -> list[int]:
         """The columns of what a node was computed from; none where one of them is not recorded, so that it is no origin."""
         made = [self.graph.made(address) for address in node.sources if address]
         computed = [each for each in made if each.address in self.graph.place]
         columns = [self.column.get(self.graph.place[each.address]) for each in computed]
         return [column for column in columns if column is not None] if None not in columns else []
 
-    def _attention(self, n: int, node: Node) -> tuple[int | None, CacheLayer] | None:
+    def _attention(self, n: int, node: GraphNode) -> tuple[int | None, CacheLayer] | None:
         """The column of the queries and the cache, of a node that ends attention; its site of cache reads is added before."""
         if node.op == "FLASH_ATTN_EXT":
             at, query = n, node.sources[0]
@@ -541,7 +548,7 @@ class _Finder:
     def _read_column(self, layer: int) -> int:
         return int(self.plan[self.reads[layer], steps.READ_COLUMN])
 
-    def _softmax(self, node: Node) -> int | None:
+    def _softmax(self, node: GraphNode) -> int | None:
         made = self.graph.made(node.sources[1])
         n = self.graph.place.get(made.address)
         return n if n is not None and made.op == "SOFT_MAX" and n in self.reads.values() else None
@@ -551,7 +558,7 @@ class _Finder:
         n = self.graph.place.get(self.graph.made(address).address)
         return None if n is None else self.column.get(n)
 
-    def _kind(self, node: Node) -> tuple[str, str | None]:
+    def _kind(self, node: GraphNode) -> tuple[str, str | None]:
         """A site's kind, and the name of its weight."""
         weights = [self.graph.made(each) for each in node.sources if each]
         weight = next(
@@ -573,7 +580,7 @@ class _Finder:
         kind = KINDS.get(node.op, "elementwise")
         return ("elementwise" if kind == "linear" and weight is None else kind), weight
 
-    def _name(self, node: Node) -> str:
+    def _name(self, node: GraphNode) -> str:
         """A node's own name; one that llama.cpp only numbered has that of a view of it, or of what it was computed from."""
         if not re.fullmatch(r"(node|leaf)_\d+|.*\(.*\)|", node.name):
             return node.name
@@ -590,7 +597,7 @@ class _Finder:
         self.names[name] = self.names.get(name, 0) + 1
         return name if self.names[name] == 1 else f"{name}#{self.names[name]}"
 
-    def _layer(self, base: str, node: Node) -> int | None:
+    def _layer(self, base: str, node: GraphNode) -> int | None:
         found = re.search(r"-(\d+)$", base)
         return None if found is None else int(found[1])
 
@@ -599,7 +606,7 @@ class _Finder:
         return self.width - count
 
     def _add(
-        self, site: Site, node: int, rows: Rows | None, columns: list[int], weight: str | None = None,
+        self, site: Site, node: int, rows: NodeRows | None, columns: list[int], weight: str | None = None,
         sources: tuple[str, ...] = (),
     ) -> None:  # fmt: skip
         self.sites.append(NodeSite(site, node, rows, weight, sources))
@@ -611,7 +618,7 @@ def _signed(value: int) -> int:
     return value - (1 << 64) if value >> 63 else value
 
 
-def _pieces(node: Node, rows: Rows, size: int) -> tuple[int, int] | None:
+def _pieces(node: GraphNode, rows: NodeRows, size: int) -> tuple[int, int] | None:
     """Bytes of a row's contiguous pieces, and of the row; None where a piece is no whole number of words."""
     piece, axis = size, 0
     while axis < rows.axis and node.strides[axis] == piece:
