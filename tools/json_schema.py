@@ -17,7 +17,7 @@ from typing import Any
 
 from detdiff.compare import Divergence
 from detdiff.explain.verdict import Verdict
-from detdiff.report.json import DIVERGENCE, KEYS, VERDICT
+from detdiff.report.json import DIVERGENCE, VERDICT, key_of
 
 FILE = Path(__file__).parents[1] / "detdiff" / "report" / "answers.schema.json"
 NOT_FINITE = ["NaN", "Infinity", "-Infinity"]
@@ -36,7 +36,7 @@ def schema() -> dict[str, Any]:
     """One schema for both answers; each object has all of its keys and no other."""
     defs: dict[str, Any] = {}
     _object(Divergence, defs, {"schema": {"const": DIVERGENCE}})
-    _object(Verdict, defs, {"schema": {"const": VERDICT}}, {"kind": "verdict"})
+    _object(Verdict, defs, {"schema": {"const": VERDICT}})
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "What detdiff compare --json and detdiff explain --json print",
@@ -45,19 +45,14 @@ def schema() -> dict[str, Any]:
     }
 
 
-def _object(
-    cls: Any,
-    defs: dict[str, Any],
-    more: Mapping[str, Any] | None = None,
-    names: Mapping[str, str] | None = None,
-) -> dict[str, Any]:
+def _object(cls: Any, defs: dict[str, Any], more: Mapping[str, Any] | None = None) -> dict[str, Any]:
     if cls.__name__ not in defs:
         defs[cls.__name__] = {}  # a class may hold itself
         hints = typing.get_type_hints(cls)
         fields = [field.name for field in dataclasses.fields(cls)]
         properties = {
             **(more or {}),
-            **{{**KEYS, **(names or {})}.get(f, f): _type(hints[f], defs) for f in fields},
+            **{key_of(cls, f): _type(hints[f], defs) for f in fields},
         }
         defs[cls.__name__] = {
             "type": "object",

@@ -125,8 +125,8 @@ class Evidence:
 
     fact: str
     sentence: str
+    decided: bool = field(default=False, kw_only=True)
     detail: Mapping[str, Any] = field(default_factory=dict)
-    decided: bool = False
 
 
 @dataclass(frozen=True)
@@ -141,13 +141,13 @@ class Verdict:
 
     kind: Kind
     sentence: str
-    evidence: tuple[Evidence, ...]
-    controls: tuple[Control, ...]
-    divergence: Divergence | None
     rule: str = ""
     advice: str = ""
     missing: tuple[str, ...] = ()
+    evidence: tuple[Evidence, ...] = ()
+    controls: tuple[Control, ...] = ()
     fragile: tuple[Fragility, ...] = ()
+    divergence: Divergence | None = None
 
     def __bool__(self) -> NoReturn:
         raise TypeError("a Verdict has no truth value; ask .kind")

@@ -9,7 +9,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
@@ -17,15 +17,17 @@ from numpy.typing import NDArray
 
 from detdiff.compare.divergence import Divergence
 from detdiff.compare.grids import Grid
-from detdiff.compare.series import Series
-from detdiff.explain.verdict import Evidence, Verdict
+from detdiff.explain.verdict import Verdict
 
 from .document import Block, Report, Section, Texts, View
 from .words import NAME, named
 
 DIVERGENCE = "detdiff.divergence/2"
-KEYS: Final = {"sentence": "said"}
-"""The key of a field that is called otherwise in JSON, where a key changes only with the schema's number."""
+
+
+def key_of(kind: Any, name: str) -> str:
+    """The key of a dataclass's field; some are called otherwise in JSON, where a key changes only with the schema's number."""
+    return "verdict" if kind is Verdict and name == "kind" else {"sentence": "said"}.get(name, name)
 
 
 def to_json(divergence: Divergence) -> dict[str, Any]:
@@ -34,10 +36,12 @@ def to_json(divergence: Divergence) -> dict[str, Any]:
 
 
 def encoded(value: Any) -> Any:
-    """Dataclasses, mappings, sequences and numbers as JSON values; tuples become lists."""
+    """Dataclasses, mappings, sequences and numbers as JSON values; tuples become lists, rows of a map runs of cells."""
+    if isinstance(value, Grid):
+        return _grid(value)
     if dataclasses.is_dataclass(value):
         names = [field.name for field in dataclasses.fields(value)]
-        return {KEYS.get(name, name): encoded(getattr(value, name)) for name in names}
+        return {key_of(type(value), name): encoded(getattr(value, name)) for name in names}
     if isinstance(value, Mapping):
         return {str(key): encoded(item) for key, item in value.items()}
     if isinstance(value, tuple | list):
@@ -52,27 +56,8 @@ VERDICT = "detdiff.verdict/2"
 
 def verdict_json(verdict: Verdict) -> dict[str, Any]:
     """The verdict as JSON values only: ``json.dumps(..., allow_nan=False)`` takes it."""
-    return {
-        "schema": VERDICT,
-        "verdict": verdict.kind,
-        "said": verdict.sentence,
-        "rule": verdict.rule,
-        "advice": verdict.advice,
-        "missing": list(verdict.missing),
-        "evidence": [_evidence(each) for each in verdict.evidence],
-        "controls": encoded(verdict.controls),
-        "fragile": [encoded(asdict(each)) for each in verdict.fragile],
-        "divergence": None if verdict.divergence is None else to_json(verdict.divergence),
-    }
-
-
-def _evidence(evidence: Evidence) -> dict[str, Any]:
-    return {
-        "fact": evidence.fact,
-        "said": evidence.sentence,
-        "decided": evidence.decided,
-        "detail": encoded(evidence.detail),
-    }
+    made = {"schema": VERDICT, **encoded(replace(verdict, divergence=None))}
+    return made if verdict.divergence is None else {**made, "divergence": to_json(verdict.divergence)}
 
 
 REPORT: Final = "detdiff.report/2"
@@ -97,7 +82,7 @@ def report_json(report: Report) -> dict[str, Any]:
         "sections": [_section(section) for section in report.sections],
         "divergence": None if report.divergence is None or inside else to_json(report.divergence),
         "verdict": None if verdict is None else verdict_json(verdict),
-        "series": None if report.series is None else series_json(report.series),
+        "series": encoded(report.series),
     }
 
 
@@ -147,31 +132,16 @@ def _joined(start: str, parts: Sequence[str], end: str, indent: str) -> str:
     return f"{start}\n{indent} {lines}\n{indent}{end}"
 
 
-def series_json(series: Series) -> dict[str, Any]:
-    """JSON values only."""
-    made = _encoded_series(series)
-    assert isinstance(made, dict)
-    return made
-
-
-def _encoded_series(value: Any) -> Any:
-    if isinstance(value, Grid):
-        return {
-            "name": value.name,
-            "positions": value.state.shape[1],
-            "rows": list(value.rows),
-            "state": [_runs(row) for row in value.state],
-            "share": [_runs(row) for row in value.share],
-            "ulp": None if value.ulp is None else [_known(row) for row in value.ulp],
-            "rel": None if value.rel is None else [_known(row) for row in value.rel],
-        }
-    if dataclasses.is_dataclass(value):
-        return {
-            field.name: _encoded_series(getattr(value, field.name)) for field in dataclasses.fields(value)
-        }
-    if isinstance(value, tuple):
-        return [_encoded_series(item) for item in value]
-    return encoded(value)
+def _grid(grid: Grid) -> dict[str, Any]:
+    return {
+        "name": grid.name,
+        "positions": grid.state.shape[1],
+        "rows": list(grid.rows),
+        "state": [_runs(row) for row in grid.state],
+        "share": [_runs(row) for row in grid.share],
+        "ulp": None if grid.ulp is None else [_known(row) for row in grid.ulp],
+        "rel": None if grid.rel is None else [_known(row) for row in grid.rel],
+    }
 
 
 def _runs(row: NDArray[np.uint8]) -> list[list[int]]:

@@ -6,11 +6,11 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, is_dataclass, replace
+from dataclasses import dataclass, field, is_dataclass
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,14 +19,14 @@ from detdiff.compare.divergence import Divergence
 from detdiff.compare.grids import Grid
 from detdiff.compare.series import Series
 from detdiff.errors import AnswerError
-from detdiff.explain.control import Control
-from detdiff.explain.verdict import KINDS, Evidence, Fragility, Verdict
+from detdiff.explain.verdict import Verdict
 
-from .json import DIVERGENCE, KEYS, REPORT, VERDICT
+from .json import DIVERGENCE, REPORT, VERDICT, key_of
 
 if TYPE_CHECKING:
     from detdiff.compare.series import Series
 
+T = TypeVar("T")
 SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _SHOWN = 200
 
@@ -91,7 +91,7 @@ class Decoder:
 
     def _fields(self, kind: Any, value: Any, where: str) -> Any:
         hints = _hints(kind)
-        keys = {name: KEYS.get(name, name) for name in hints}
+        keys = {name: key_of(kind, name) for name in hints}
         found = self.keys(value, keys.values(), where)
         return kind(
             **{name: self.read(hints[name], found[key], f"{where}.{key}") for name, key in keys.items()}
@@ -184,34 +184,9 @@ def _report(answer: Any) -> Saved:
     )
 
 
-DECODER = Decoder(DIVERGENCE, "Compare the traces again with this version.")
-
-
 def from_json(answer: object) -> Divergence:
     """The inverse of ``to_json``. Raises AnswerError for another schema, or a missing, unknown or ill-typed key."""
-    if not isinstance(answer, Mapping) or answer.get("schema") != DIVERGENCE:
-        found = answer.get("schema") if isinstance(answer, Mapping) else type(answer).__name__
-        raise AnswerError(
-            f"The answer has schema {found!r}; expected {DIVERGENCE!r}. Compare the traces again with this version."
-        )
-    body = {key: value for key, value in answer.items() if key != "schema"}
-    decoded = DECODER.read(Divergence, body, "answer")
-    assert isinstance(decoded, Divergence)
-    return decoded
-
-
-_VERDICT_KEYS = (
-    "schema",
-    "verdict",
-    "said",
-    "rule",
-    "advice",
-    "missing",
-    "evidence",
-    "controls",
-    "fragile",
-    "divergence",
-)
+    return _answer(Divergence, Decoder(DIVERGENCE, "Compare the traces again with this version."), answer)
 
 
 def verdict_from_json(answer: object) -> Verdict:
@@ -219,29 +194,21 @@ def verdict_from_json(answer: object) -> Verdict:
 
     Raises AnswerError for another schema, or a missing, unknown or ill-typed key.
     """
-    decoder = Decoder(VERDICT, "Explain the runs again with this version.")
-    if not isinstance(answer, Mapping) or answer.get("schema") != VERDICT:
+    plain = Decoder(VERDICT, "Explain the runs again with this version.")
+    readers: dict[Any, Callable[[Any, str], Any]] = {
+        Divergence: lambda value, _: from_json(value),
+        Mapping[str, Any]: lambda value, at: _numbers(plain.read(Mapping[str, Any], value, at)),
+    }
+    return _answer(Verdict, dataclasses.replace(plain, readers=readers), answer)
+
+
+def _answer(kind: type[T], decoder: Decoder, answer: object) -> T:
+    if not isinstance(answer, Mapping) or answer.get("schema") != decoder.schema:
         found = answer.get("schema") if isinstance(answer, Mapping) else type(answer).__name__
-        raise AnswerError(f"The answer has schema {found!r}; expected {VERDICT!r}. {decoder.again}")
-    found = decoder.keys(answer, _VERDICT_KEYS, "answer")
-    if found["verdict"] not in KINDS:
-        raise decoder.error("answer.verdict", found["verdict"], f"and one of {', '.join(KINDS)} was expected")
-    return Verdict(
-        kind=found["verdict"],
-        sentence=decoder.read(str, found["said"], "answer.said"),
-        rule=decoder.read(str, found["rule"], "answer.rule"),
-        advice=decoder.read(str, found["advice"], "answer.advice"),
-        missing=decoder.read(tuple[str, ...], found["missing"], "answer.missing"),
-        evidence=_detailed(decoder, Evidence, found["evidence"], "answer.evidence"),
-        controls=_detailed(decoder, Control, found["controls"], "answer.controls"),
-        fragile=decoder.read(tuple[Fragility, ...], found["fragile"], "answer.fragile"),
-        divergence=None if found["divergence"] is None else from_json(found["divergence"]),
-    )
-
-
-def _detailed(decoder: Decoder, kind: Any, value: Any, where: str) -> tuple[Any, ...]:
-    items = decoder.read(tuple[kind, ...], value, where)
-    return tuple(replace(item, detail=_numbers(item.detail)) for item in items)
+        raise AnswerError(f"The answer has schema {found!r}; expected {decoder.schema!r}. {decoder.again}")
+    body = {key: value for key, value in answer.items() if key != "schema"}
+    decoded: T = decoder.read(kind, body, "answer")
+    return decoded
 
 
 def _numbers(value: Any) -> Any:
@@ -261,7 +228,7 @@ _CELLS = 1 << 28
 
 
 def series_from_json(value: object, where: str, schema: str) -> Series:
-    """The inverse of ``series_json``. Raises AnswerError for what is no such value."""
+    """A report's series from JSON values. Raises AnswerError for what is no such value."""
     decoder = Decoder(schema, _AGAIN)
     decoder = dataclasses.replace(decoder, readers={Grid: lambda grid, at: _grid(decoder, grid, at)})
     read = decoder.read(Series, value, where)

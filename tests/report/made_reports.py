@@ -64,7 +64,7 @@ def explained(report: Report, **changes: Any) -> Report:
             "kind": "numerics",
             "sentence": "Rounding: a kernel took another path.",
             "evidence": (
-                Evidence("path", "the path changed at layers.0.attn.k_proj", {"rows": [4, 18]}, True),
+                Evidence("path", "the path changed at layers.0.attn.k_proj", {"rows": [4, 18]}, decided=True),
                 Evidence("acceptance", "5 of 8 drafts accepted", {"run": "b", "forward": 3}),
             ),
             "controls": (

@@ -25,7 +25,7 @@ def test_runs_that_part_in_their_books_alone_are_not_said_to_differ_in_bits() ->
 
 
 def test_where_nothing_could_be_compared_no_control_is_said_to_be_needless() -> None:
-    verdict = Verdict("undetermined", "Nothing can be said.", (), (), None, rule="nothing")
+    verdict = Verdict("undetermined", "Nothing can be said.", rule="nothing")
     section = build(None, verdict).section("controls")
     assert section is not None
     assert [block.text for block in section.blocks if isinstance(block, Prose)] == [

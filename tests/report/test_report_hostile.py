@@ -107,7 +107,8 @@ def hostile() -> Report:
         rule=EVERYTHING,
         missing=(said,),
         evidence=tuple(
-            Evidence(fact, said, {"run": said, "request": said}, True) for fact in ("path", "acceptance")
+            Evidence(fact, said, {"run": said, "request": said}, decided=True)
+            for fact in ("path", "acceptance")
         ),
         controls=tuple(Control(name, text, said, 1, 0.5, {"pattern": said}) for name, text in NAMES.items()),
         fragile=tuple(Fragility(name, 1, 80, 0.5, None, 0.5) for name in NAMES.values()),

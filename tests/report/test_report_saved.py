@@ -25,7 +25,7 @@ from detdiff.report import to_json, verdict_json
 from detdiff.report.build import build
 from detdiff.report.document import Report
 from detdiff.report.json import REPORT as SCHEMA
-from detdiff.report.json import report_json, report_json_text, series_json
+from detdiff.report.json import encoded, report_json, report_json_text
 from detdiff.report.saved import Saved, read_saved, saved, series_from_json, verdict_from_json
 from detdiff.report.text import report_text
 
@@ -139,7 +139,7 @@ def test_any_map_comes_back(state: np.ndarray[Any, Any], data: st.DataObject) ->
     series = flips().series
     assert series is not None
     drawn = replace(series, requests=(replace(series.requests[0], layers=grid),))
-    text = json.dumps(series_json(drawn), allow_nan=False)
+    text = json.dumps(encoded(drawn), allow_nan=False)
     assert same(series_from_json(json.loads(text), "series", SCHEMA), drawn)
 
 
