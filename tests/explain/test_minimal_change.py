@@ -9,7 +9,7 @@ from tiny import tiny
 
 from detdiff.compare import compare
 from detdiff.engines.mlx.engine import RecordOptions
-from detdiff.engines.mlx.path_changes import Allowed, PathChange, baseline, trials
+from detdiff.engines.mlx.path_changes import Allowed, MinimalChangeTrials, PathChange, baseline
 from detdiff.engines.mlx.reruns import Changes, Reruns, rerun
 from detdiff.engines.mlx.taps.session import InjectedFault
 from detdiff.explain.case import Case
@@ -40,14 +40,14 @@ def test_the_set_alone_parts_and_nothing_can_be_left_out_of_it(runs: Runs) -> No
     allowed = run_control(case, "minimal_change")
     assert allowed.result == "smallest"
     found = [PathChange(each["forward"], each["site"]) for each in allowed.detail["smallest"]]
-    tried = trials(Reruns.of(case))
-    assert tried is not None and tried.happens(found)
+    tried = MinimalChangeTrials(Reruns.of(case))
+    assert tried.happens(found)
     assert not any(tried.happens([one for one in found if one != left]) for left in found)
 
 
 def test_a_trial_that_starts_late_answers_as_one_from_the_prompt(runs: Runs) -> None:
     case = _case(runs)
-    base, tried = baseline(Reruns.of(case)), trials(Reruns.of(case))
+    base, tried = baseline(Reruns.of(case)), MinimalChangeTrials(Reruns.of(case))
     assert tried is not None
     changes = sorted(base.effective)
     for some in (changes[:1], changes[len(changes) // 2 :], changes[-3:], changes):

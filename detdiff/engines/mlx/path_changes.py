@@ -330,18 +330,41 @@ class _Known:
         return min(found, default=NEVER)
 
 
-@dataclass
-class ChangeTrials:
-    """Trials of one case, and what they took. ``asked`` counts those whose answer was known without a forward too."""
+class MinimalChangeTrials:
+    """What the control ``minimal_change`` asks; see its protocol there. ``asked`` counts trials whose answer was known
+    without a forward too. Where no path change moves a bit in b, nothing is held and there is nothing to try."""
 
-    runs: Reruns
-    base: Baseline
-    held: _Known
-    natural: _Known
-    asked: int = 0
-    run: int = 0
-    forwards: int = 0
-    answers: dict[frozenset[PathChange], bool] = field(default_factory=dict)
+    def __init__(self, runs: Reruns) -> None:
+        self.runs, self.base = runs, baseline(runs)
+        self.target = self.base.target.sentence
+        self.candidates = len(self.base.changes.calls)
+        self.effective = sorted(self.base.effective)
+        self.baseline_forwards = self.base.forwards
+        self.asked = self.run = self.forwards = self.held_forwards = 0
+        self.remains = False
+        self.answers: dict[frozenset[PathChange], bool] = {}
+        self.natural = _Known(self.base.b, self.base.effective, True)
+        if self.effective:
+            self.held = self._hold()
+            self.held_forwards, self.remains = self.held.run.forwards, self.held.happened
+
+    def _hold(self) -> _Known:
+        base = self.base
+        doubts = Allowed(base.changes, (), doubting=True)
+        first = base.b.snapshots.before(min(base.effective.values()))
+        held = rerun(
+            self.runs,
+            "b",
+            Changes(
+                steering=doubts,
+                keep=True,
+                decided=lambda run: base.target.happened(run) is not None,
+                start=None if first is None else (base.b, first[1]),
+                wanted=base.wanted,
+            ),
+        )
+        doubts.settle()
+        return _Known(held, doubts.effective, bool(base.target.happened(held)))
 
     def happens(self, allowed: Sequence[PathChange]) -> bool:
         """Whether the target still happens where only these changes are left as b has them."""
@@ -384,75 +407,6 @@ class ChangeTrials:
         self.forwards += trial.forwards
         return answer[0] if answer else bool(self.base.target.happened(trial))
 
-
-def _together(run: Rerun, known: Rerun) -> bool:
-    """Whether the caches of both are bit-equal now, after equal forwards."""
-    n = run.last
-    return 0 < n <= known.last and run.watch.chain[n - 1] == known.watch.chain[n - 1]
-
-
-def trials(runs: Reruns) -> ChangeTrials | None:
-    """The trials of a runs, its held run done; None where no path change moves a bit in b."""
-    base = baseline(runs)
-    if not base.effective:
-        return None
-    doubts = Allowed(base.changes, (), doubting=True)
-    first = base.b.snapshots.before(min(base.effective.values()))
-    held = rerun(
-        runs,
-        "b",
-        Changes(
-            steering=doubts,
-            keep=True,
-            decided=lambda run: base.target.happened(run) is not None,
-            start=None if first is None else (base.b, first[1]),
-            wanted=base.wanted,
-        ),
-    )
-    doubts.settle()
-    return ChangeTrials(
-        runs,
-        base,
-        _Known(held, doubts.effective, bool(base.target.happened(held))),
-        _Known(base.b, base.effective, True),
-    )
-
-
-class MinimalChangeTrials:
-    """What the control ``minimal_change`` asks; see its protocol there."""
-
-    def __init__(self, runs: Reruns) -> None:
-        self.runs, self.base = runs, baseline(runs)
-        self._trials = trials(runs)
-        self.target = self.base.target.sentence
-        self.candidates = len(self.base.changes.calls)
-        self.effective = sorted(self.base.effective)
-        self.baseline_forwards = self.base.forwards
-
-    @property
-    def remains(self) -> bool:
-        return self._trials is not None and self._trials.held.happened
-
-    @property
-    def held_forwards(self) -> int:
-        return 0 if self._trials is None else self._trials.held.run.forwards
-
-    @property
-    def asked(self) -> int:
-        return 0 if self._trials is None else self._trials.asked
-
-    @property
-    def run(self) -> int:
-        return 0 if self._trials is None else self._trials.run
-
-    @property
-    def forwards(self) -> int:
-        return 0 if self._trials is None else self._trials.forwards
-
-    def happens(self, allowed: Sequence[PathChange]) -> bool:
-        assert self._trials is not None
-        return self._trials.happens(allowed)
-
     def entry(self, change: PathChange) -> dict[str, Any]:
         """A change as JSON values."""
         base = self.base
@@ -474,3 +428,9 @@ class MinimalChangeTrials:
             ],
             "row_count": len(rows),
         }
+
+
+def _together(run: Rerun, known: Rerun) -> bool:
+    """Whether the caches of both are bit-equal now, after equal forwards."""
+    n = run.last
+    return 0 < n <= known.last and run.watch.chain[n - 1] == known.watch.chain[n - 1]

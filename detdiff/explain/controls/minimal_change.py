@@ -12,21 +12,12 @@ from ..case import Case
 from ..control import BudgetSpent, Figures, Outcome, by_groups, control
 
 
-class ChangedCall(Protocol):
-    """One call of run b that took another path than run a's for some of its rows; ordered by forward and site."""
-
-    @property
-    def forward(self) -> int: ...
-    @property
-    def site(self) -> str: ...
-    def __lt__(self, other: Any, /) -> bool: ...
-
-
 class PathTrials(Protocol):
     """What an engine with the capability ``minimal_change`` tries: run b with some of its path changes taken back.
 
-    ``target`` is what must still happen, in words; ``candidates`` counts all path changes and ``effective`` has those that
-    move a bit. ``remains`` says that the target happens with every change taken back. ``asked`` counts trials, ``run`` those
+    A path change is a call of run b that took another path than run a's for some of its rows, with its ``forward`` and
+    ``site``, by which they are ordered. ``target`` is what must still happen, in words; ``candidates`` counts all path
+    changes and ``effective`` has those that move a bit. ``remains`` says that the target happens with every change taken back. ``asked`` counts trials, ``run`` those
     that took a run, ``forwards`` theirs.
     """
 
