@@ -78,6 +78,7 @@ HOMES = {
     "click": ("cli.py",),
     "mlx": ("engines/mlx/",),
     "mlx_lm": ("engines/mlx/",),
+    "tabulate": ("report/text.py",),
     "torch": ("engines/transformers/",),
     "transformers": ("engines/transformers/",),
     "xllamacpp": ("engines/llama_cpp/",),

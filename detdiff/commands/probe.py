@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import sys
-import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
-
-from tabulate import tabulate
 
 from detdiff.commands.sides import Progress
 from detdiff.errors import CommandError
@@ -21,6 +18,8 @@ from detdiff.probe.operation import ProbeTarget
 from detdiff.probe.run import DEFAULT_ROWS
 from detdiff.probe.sweep import ChangedRows
 from detdiff.probe.targets import find_function
+from detdiff.report.document import Blank, Block, Item, Prose, Table
+from detdiff.report.text import plain
 from detdiff.report.words import count, escaped
 
 SWEEP = "detdiff.probe-sweep/1"
@@ -162,38 +161,30 @@ def answer_json(found: Probe | list[Swept]) -> dict[str, Any]:
 
 def answer_text(found: Probe | list[Swept], *, width: int = 100) -> str:
     """The answer as text, at most ``width`` columns wide where tables allow."""
-    parts = _probe(found) if isinstance(found, Probe) else _sweep(found)
-    return "\n\n".join(part if isinstance(part, str) else _wrapped(part, width) for part in parts) + "\n"
+    return plain(_probe(found) if isinstance(found, Probe) else _sweep(found), width=width)
 
 
-def _wrapped(lines: list[str], width: int) -> str:
-    return "\n".join(
-        textwrap.fill(
-            line, max(40, width), subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
-        )
-        for line in lines
-    )
-
-
-def _probe(found: Probe) -> Iterator[str | list[str]]:
+def _probe(found: Probe) -> Iterator[Block]:
     environment = found.environment
     blas = ", ".join(environment.get("blas", ())) or "none seen"
     where = f"; {environment['chip']}, BLAS loaded: {blas}" if environment else ""
-    yield [
+    yield Item(
+        escaped(f"{found.target} on {found.on}: "),
         escaped(
-            f"{found.target} on {found.on}: rows {LAYOUTS[found.layout]}, K {found.k}, {found.n:,} outputs a row, "
-            f"{found.dtype} in, {found.output_dtype} out; {count(found.seeds, 'seed')}{where}"
-        )
-    ]
-    yield _by_rows(found)
+            f"rows {LAYOUTS[found.layout]}, K {found.k}, {found.n:,} outputs a row, {found.dtype} in, "
+            f"{found.output_dtype} out; {count(found.seeds, 'seed')}{where}"
+        ),
+    )
+    yield from (Blank(), _by_rows(found), Blank())
     if found.errors is not None:
-        yield _by_class(found)
-    if paths := list(_path_lines(found)):
-        yield ["kernel paths:", *paths]
-    yield list(_facts(found)) + [f"note: {note}" for note in found.notes]
+        yield from (Prose("error against float64:"), _by_class(found), Blank())
+    if paths := list(_paths(found)):
+        yield from (Prose("kernel paths:"), *paths, Blank())
+    yield from _facts(found)
+    yield from (Item("note: ", note) for note in found.notes)
 
 
-def _by_rows(found: Probe) -> str:
+def _by_rows(found: Probe) -> Table:
     home = {m: number for number, members in enumerate(found.classes) for m in members}
     changes = {one.rows: one for one in found.against_one}
     times = {time.rows: time for time in found.times or ()}
@@ -210,36 +201,23 @@ def _by_rows(found: Probe) -> str:
             time = times[m]
             spread = "-" if m == 1 else f"{time.ratio:.2f} ({time.low:.2f}-{time.high:.2f})"
             cells += [duration(time.seconds), duration(time.per_row), spread]
-        rows.append(cells)
+        rows.append(tuple(cells))
     headers = ["M", "bits", "row 0 against M=1"] + ["time", "per row", "of row by row"] * bool(times)
-    align = ["right", "left", "left"] + ["right", "right", "left"] * bool(times)
-    table: str = tabulate(rows, headers=headers, disable_numparse=True, colalign=align)
-    return table
+    return Table(tuple(headers), tuple(rows))
 
 
-def _by_class(found: Probe) -> str:
+def _by_class(found: Probe) -> Table:
     rows = []
     for number, one in enumerate(found.errors or ()):
         relative = ["-" if x is None else f"{x:.2e}" for x in (one.max_relative, one.mean_relative)]
         odd = [f"{one.non_finite:,}"] if any(e.non_finite for e in found.errors or ()) else []
-        rows.append(
-            [
-                letter(number),
-                spans_of(one.rows),
-                f"{one.max_ulp:,.2f}",
-                f"{one.mean_ulp:,.3f}",
-                *relative,
-                *odd,
-            ]
-        )
-    headers = ["bits", "M", "max ULP", "mean ULP", "max of Σ|x||w|", "mean of Σ|x||w|"]
-    headers += ["not finite"] * (len(rows[0]) - len(headers))
-    align = ["left", "left"] + ["right"] * (len(headers) - 2)
-    table: str = tabulate(rows, headers=headers, disable_numparse=True, colalign=align)
-    return f"error against float64:\n{table}"
+        sizes = f"{one.max_ulp:,.2f}", f"{one.mean_ulp:,.3f}"
+        rows.append((letter(number), spans_of(one.rows), *sizes, *relative, *odd))
+    headers = ["bits", "M", "max ULP", "mean ULP", "max of Σ|x||w|", "mean of Σ|x||w|", "not finite"]
+    return Table(tuple(headers[: len(rows[0])]), tuple(rows))
 
 
-def _path_lines(found: Probe) -> Iterator[str]:
+def _paths(found: Probe) -> Iterator[Block]:
     def taken(m: int) -> list[tuple[str, str]]:
         return [(route.path, route.rule) for route in found.paths[m]]
 
@@ -250,7 +228,8 @@ def _path_lines(found: Probe) -> Iterator[str]:
         members = list(group)
         for (path, rule), route in zip(routes, found.paths[members[0]], strict=True):
             part = f", rows from {route.first} on" if len(routes) > 1 else ""
-            yield f"  M {spans_of(members)}{part}: {path}{f' ({_printable(rule)})' if rule else ''}"
+            lead = f"  M {spans_of(members)}{part}: "
+            yield Item(lead, f"{path}{f' ({_printable(rule)})' if rule else ''}")
 
 
 def _printable(rule: str) -> str:
@@ -258,42 +237,40 @@ def _printable(rule: str) -> str:
     return escaped(rule).replace('\\"', '"')
 
 
-def _facts(found: Probe) -> Iterator[str]:
+def _facts(found: Probe) -> Iterator[Block]:
     names = " ".join(
         f"{letter(place)} = {{{spans_of(members)}}}" for place, members in enumerate(found.classes)
     )
-    swept = spans_of(found.rows)
     if len(found.classes) == 1:
         outputs = max(one.outputs for one in found.against_one)
-        yield f"bits: one class over M = {swept}; none of row 0's {outputs:,} outputs changes with M"
+        over = f"one class over M = {spans_of(found.rows)}"
+        yield Item("bits: ", f"{over}; none of row 0's {outputs:,} outputs changes with M")
     else:
-        yield f"bits: {len(found.classes)} classes, {names}; they change at M = {_listed(found.bits_change_at)}"
-    yield _matter(
-        "position", found.position, "the same row, all rows alike, has the same bits at every position"
-    )
-    yield _matter(
-        "neighbours", found.neighbours, "no row's bits change when the content of any other row does"
-    )
-    yield _matter("repeat", found.repeat, f"{found.runs} runs of every M agree")
-    yield f"seeds: {found.seeds}; classes are joined only where all of them agree"
+        classes = f"{len(found.classes)} classes, {names}"
+        yield Item("bits: ", f"{classes}; they change at M = {_listed(found.bits_change_at)}")
+    for what, changed, nothing in (
+        ("position", found.position, "the same row, all rows alike, has the same bits at every position"),
+        ("neighbours", found.neighbours, "no row's bits change when the content of any other row does"),
+        ("repeat", found.repeat, f"{found.runs} runs of every M agree"),
+    ):
+        yield Item(f"{what}: ", _matter(what, changed) if changed else nothing)
+    yield Item("seeds: ", f"{found.seeds}; classes are joined only where all of them agree")
     if found.times is not None:
-        yield _time_fact(found)
+        yield Item("time: ", _time_fact(found))
 
 
 def _listed(values: Sequence[int]) -> str:
     return ", ".join(map(str, values))
 
 
-def _matter(what: str, found: Sequence[ChangedRows], nothing: str) -> str:
-    if not found:
-        return f"{what}: {nothing}"
+def _matter(what: str, found: Sequence[ChangedRows]) -> str:
     parts = [
         f"M = {one.rows}, position {spans_of(one.positions)} (seed {spans_of(one.seeds)})"
         for one in found[:FEW]
     ]
     more = f"; {count(len(found) - FEW, 'more M', 'more M')}" if len(found) > FEW else ""
     verb = "DIFFERS" if what == "repeat" else "MATTERS" if what == "position" else "MATTER"
-    return f"{what}: {verb}: other bits at {'; '.join(parts)}{more}"
+    return f"{verb}: other bits at {'; '.join(parts)}{more}"
 
 
 def _time_fact(found: Probe) -> str:
@@ -306,41 +283,32 @@ def _time_fact(found: Probe) -> str:
         else f"from M = {crossing} on, one call is cheaper than row by row"
     )
     dearer = f"; dearer at M = {spans_of(slower)}" if slower else ""
-    return f"time: {fact}{dearer} ({times[0].rounds} rounds, all M taking turns)"
+    return f"{fact}{dearer} ({times[0].rounds} rounds, all M taking turns)"
 
 
-def _sweep(found: Sequence[Swept]) -> Iterator[str | list[str]]:
+def _sweep(found: Sequence[Swept]) -> Iterator[Block]:
     first = found[0].probe
-    yield [
+    yield Prose(
         f"{count(len(found), 'linear shape')} on {escaped(first.on)}, rows {LAYOUTS[first.layout]}, M = "
         f"{spans_of(first.rows)}, {count(first.seeds, 'seed')}"
-    ]
+    )
     rows = []
     for one in found:
         probe = one.probe
-        odd = [
-            name
-            for name, what in (
-                ("position", probe.position),
-                ("neighbours", probe.neighbours),
-                ("repeat", probe.repeat),
-            )
-            if what
-        ]
+        odd = [name for name in ("position", "neighbours", "repeat") if getattr(probe, name)]
         crossing = probe.time_crosses_at
-        mean = [f"{error.mean_ulp:.3f}" for error in probe.errors or ()]
         rows.append(
-            [
+            (
                 one.shape + (" (head)" if one.op == "head" else ""),
                 str(len(one.sites)),
                 escaped(one.sites[0]),
                 _listed(probe.bits_change_at) or "never",
                 ", ".join(odd) or "-",
-                " ".join(mean) or "-",
+                " ".join(f"{error.mean_ulp:.3f}" for error in probe.errors or ()) or "-",
                 "-" if probe.times is None else "never" if crossing is None else f"{crossing}",
-            ]
+            )
         )
-    headers = [
+    headers = (
         "K,N,dtype",
         "sites",
         "first",
@@ -348,8 +316,8 @@ def _sweep(found: Sequence[Swept]) -> Iterator[str | list[str]]:
         "also",
         "mean ULP by class",
         "time pays from M",
-    ]
-    align = ["left", "right", "left", "left", "left", "left", "left"]
-    yield tabulate(rows, headers=headers, disable_numparse=True, colalign=align)
+    )
+    yield from (Blank(), Table(headers, tuple(rows)))
     if notes := dict.fromkeys(note for one in found for note in one.probe.notes):
-        yield [f"note: {note}" for note in notes]
+        yield Blank()
+        yield from (Item("note: ", note) for note in notes)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, Literal
 
-from tabulate import tabulate
-
 from detdiff.errors import ProfileQuestionError, ProfileUnusable
+from detdiff.report.document import Blank, Block, Item, Prose, Table
+from detdiff.report.text import plain
 from detdiff.report.words import count
 from detdiff_kernels import Call, Choice, KernelLibraryError, Profile, RowSpan, Rule, profile, profile_names
 
@@ -236,37 +236,35 @@ def _tags(one: Profile) -> dict[str, int]:
 
 def list_text(profiles: list[Profile], width: int) -> str:
     """The answer of ``detdiff profiles``."""
+    return plain(_list(profiles), width=width)
+
+
+def _list(profiles: list[Profile]) -> Iterator[Block]:
     rows = []
     for one in profiles:
         parameters = ", ".join(f"{each.name}={each.default}" for each in one.parameters)
         tags = ", ".join(f"{number} {tag}" for tag, number in _tags(one).items())
-        rows.append([one.name, one.backend, parameters or "none", len(one.rules), tags])
-    headers = ["profile", "backend", "parameters and defaults", "rules", "of these"]
-    widths = [None, max(16, width // 4), max(20, width // 4), None, 12]
-    table = tabulate(rows, headers, tablefmt="simple", maxcolwidths=widths)
-    meanings = [
-        textwrap.fill(
-            f"{one.name}, {each.name}: {each.meaning}; {each.allowed}", width, subsequent_indent="  "
-        )
-        for one in profiles
-        for each in one.parameters
-    ]
-    more = textwrap.fill(
+        rows.append((one.name, one.backend, parameters or "none", f"{len(one.rules)}", tags))
+    yield Table(("profile", "backend", "parameters and defaults", "rules", "of these"), tuple(rows))
+    yield Blank()
+    for one in profiles:
+        for each in one.parameters:
+            yield Item(f"{one.name}, {each.name}: ", f"{each.meaning}; {each.allowed}")
+    yield Blank()
+    yield Prose(
         "Ask what one does with `detdiff profiles NAME --m 1..32 --k 2048 --n 2048`; NAME may be NAME:parameter=value "
-        "or a .toml file.",
-        width,
+        "or a .toml file."
     )
-    return "\n".join([table, "", *meanings, "", more]) + "\n"
 
 
 def profile_text(one: Profile, width: int) -> str:
     """What a profile without a question says: its rules in order, with source and tag."""
-    lines = [*_head(one, width), ""]
+    blocks = _head(one)
     for number, rule in enumerate(one.rules, 1):
         ops = ", ".join(op for op in ("linear", "head", "switch", "attention") if op in rule.op)
-        words = f"{number}. {ops}: {rule.condition} -> {rule.kernel} ({rule.tag}: {rule.source})"
-        lines.append(textwrap.fill(words, width, subsequent_indent="   ", break_long_words=False))
-    return "\n".join(lines) + "\n"
+        text = f"{rule.condition} -> {rule.kernel} ({rule.tag}: {rule.source})"
+        blocks.append(Item(f"{number}. {ops}: ", text))
+    return plain(blocks, width=width)
 
 
 def rules_json(one: Profile) -> dict[str, Any]:
@@ -322,44 +320,34 @@ def _band_json(band: Band) -> dict[str, Any]:
 
 def answer_text(one: Profile, question: Question, found: tuple[Band, ...], width: int) -> str:
     """The answer to a question as text."""
+    return plain([*_head(one), *_answer(one, question, found)], width=width)
+
+
+def _answer(one: Profile, question: Question, found: tuple[Band, ...]) -> Iterator[Block]:
     word = _AXES[question.axis]
-    rows = [[_span(band.first, band.last), _short(one, band.kernels), _why(one, band)] for band in found]
-    table = tabulate(
-        rows, [word, "kernel", "rule"], tablefmt="simple", maxcolwidths=[None, 28, max(24, width - 44)]
-    )
-    lines = [*_head(one, width), "", *_wrapped(_asked(question), width), "", table, ""]
-    if len(found) == 1:
-        lines.append(f"No threshold from {question.first} to {question.last}.")
-    else:
-        lines.append("Thresholds:")
-    for before, after in zip(found, found[1:], strict=False):
-        words = (
-            f"{word} {after.first}: {_short(one, before.kernels)} -> {_short(one, after.kernels)}; before: "
-            f"{_why(one, before)}; from here on: {_why(one, after)}"
-        )
-        lines += textwrap.wrap(
-            words, width, initial_indent="  ", subsequent_indent="    ", break_long_words=False
+    rows = [(_span(band.first, band.last), _short(one, band.kernels), _why(one, band)) for band in found]
+    yield from (Prose(_asked(question)), Blank(), Table((word, "kernel", "rule"), tuple(rows)), Blank())
+    none = f"No threshold from {question.first} to {question.last}."
+    yield Prose(none if len(found) == 1 else "Thresholds:")
+    for before, after in pairwise(found):
+        yield Item(
+            f"  {word} {after.first}: ",
+            f"{_short(one, before.kernels)} -> {_short(one, after.kernels)}; before: {_why(one, before)}; from here on: "
+            f"{_why(one, after)}",
         )
     sources = dict.fromkeys(
-        f"{_short(one, rule.kernel)} ({rule.tag}): {rule.source}"
+        (f"{_short(one, rule.kernel)} ({rule.tag})", rule.source)
         for band in found
         for rule in band.rules
         if rule
     )
-    lines += ["", "Sources:"] if sources else []
-    for source in sources:
-        lines += textwrap.wrap(
-            source, width, initial_indent="  ", subsequent_indent="    ", break_long_words=False
-        )
-    return "\n".join(lines) + "\n"
+    if sources:
+        yield from (Blank(), Prose("Sources:"))
+        yield from (Item(f"  {what}: ", source) for what, source in sources)
 
 
-def _head(one: Profile, width: int) -> list[str]:
-    return [*_wrapped(f"{one.spec}: {one.backend}", width), *_wrapped(one.note, width)]
-
-
-def _wrapped(text: str, width: int) -> list[str]:
-    return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
+def _head(one: Profile) -> list[Block]:
+    return [Item(f"{one.spec}: ", one.backend), Prose(one.note), Blank()]
 
 
 def _span(first: int, last: int) -> str:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import shlex
-import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tabulate import tabulate
-
 from detdiff.commands.explain import model_of
 from detdiff.commands.sides import ComparisonArguments, Engines, Progress, Side, sides
 from detdiff.errors import Interrupted
+from detdiff.report.document import Blank, Block, Code, Item, Prose, Table
+from detdiff.report.text import plain
 from detdiff.report.words import count, escaped
 from detdiff.scenario import Scenario
 from detdiff.trace import Trace
@@ -110,41 +109,42 @@ def reduction_json(found: Reduction) -> dict[str, Any]:
 
 def reduction_text(found: Reduction, *, width: int = 100) -> str:
     """The answer for people."""
+    return plain(_blocks(found), width=width)
+
+
+def _blocks(found: Reduction) -> Iterator[Block]:
     before, after = found.steps[0], found.steps[-1]
     share = f"{found.rows_after / found.rows_before:.0%} of what it was"
     site = _site(found)
     at = f", origin at {escaped(site)}" if site is not None else ""
-    head = (
+    yield Prose(
         f"{count(found.rows_before, 'row')} became {found.rows_after:,} ({share}), in {count(found.tried, 'pair')} that were "
         f"run; the verdict is still {found.verdict.kind}{at}."
     )
     rows = [
-        (step.number, step.sentence, step.rows, step.requests, step.prompt_tokens, step.max_tokens)
+        (f"{step.number}", step.sentence)
+        + tuple(f"{n:,}" for n in (step.rows, step.requests, step.prompt_tokens, step.max_tokens))
         for step in found.steps
     ]
     headers = ("step", "", "rows", "requests", "prompt tokens", "generated at most")
-    lines = [
-        textwrap.fill(head, width),
-        "",
-        tabulate(rows, headers=headers, intfmt=","),
-        "",
+    yield from (Blank(), Table(headers, tuple(rows)), Blank())
+    yield Prose(
         f"requests: {before.requests:,} before, {after.requests:,} after; tokens: "
-        f"{before.prompt_tokens + before.max_tokens:,} before, {after.prompt_tokens + after.max_tokens:,} after",
-        f"settings that are not needed: {', '.join(found.dropped) or 'none'}",
-    ]
+        f"{before.prompt_tokens + before.max_tokens:,} before, {after.prompt_tokens + after.max_tokens:,} after"
+    )
+    yield Item("settings that are not needed: ", ", ".join(found.dropped) or "none")
     if found.twin:
         layers = f", {count(after.layers, 'layer')}" if after.layers is not None else ""
-        lines.append(
+        yield Prose(
             f"a model of random weights{layers} diverges in the same way: no weights are needed (twin/config.json)"
         )
     divergence = found.verdict.divergence
     if divergence is not None and all(request.flip is None for request in divergence.requests):
-        lines.append("no token flips in it; where the given pair has a flip, --keep-flip keeps one")
+        yield Prose("no token flips in it; where the given pair has a flip, --keep-flip keeps one")
     if not found.finished:
-        lines.append("the budget ended the search; a larger one goes on from here")
-    files = ", ".join(("a.toml", "b.toml", *(("twin/",) if found.twin else ())))
-    lines += [f"{found.folder}: {files}", "", f"    {_command(found)}"]
-    return "\n".join(lines) + "\n"
+        yield Prose("the budget ended the search; a larger one goes on from here")
+    yield Item(f"{found.folder}: ", ", ".join(("a.toml", "b.toml", *(("twin/",) if found.twin else ()))))
+    yield from (Blank(), Code(_command(found)))
 
 
 def _command(found: Reduction) -> str:

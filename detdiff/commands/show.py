@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tabulate import tabulate
 
 from detdiff.errors import NotATrace
+from detdiff.report.document import Blank, Block, Item, Prose, Table
+from detdiff.report.text import plain
 from detdiff.report.words import asked, count, escaped, rules, sampling, shown
 from detdiff.trace import Trace, parse_ranges
 
 SCHEMA = "detdiff.trace-summary/1"
 GROUPS = 12
 SAMPLE = 160
-NARROWEST = 12
 
 
 def opened(path: Path, *, partial: bool = False) -> Trace:
@@ -136,105 +135,77 @@ def _paths(calls: list[Mapping[str, Any]], sites: int) -> dict[str, int]:
 
 def summary_text(found: Mapping[str, Any], *, width: int = 100) -> str:
     """A summary as text; with each forward's line, all groups of forwards are shown."""
-    wrapped: list[str] = []
-    for line in _lines(found):
-        wrapped += textwrap.wrap(
-            line, max(40, width), subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
-        ) or [""]
-    tables = [_sites(found)] if "each_site" in found else []
-    return "\n".join([*wrapped, "", "\n\n".join([_forwards(found, width), *tables])]) + "\n"
+    return plain(_blocks(found), width=width)
 
 
-def _lines(found: Mapping[str, Any]) -> Iterator[str]:
+def _blocks(found: Mapping[str, Any]) -> Iterator[Block]:
     state = "complete" if found["complete"] else "INCOMPLETE"
     held = "digests and values" if found["values"] else "digests"
-    yield f"{escaped(found['trace'])}: {state}, {count(found['rows'], 'row')} of {count(found['forwards'], 'forward')}, {held}"
-    for problem in found["problems"]:
-        yield f"problem: {escaped(problem)}"
-    for note in found["notes"]:
-        yield f"note: {escaped(note)}"
-    yield _model(found["model"])
+    rows = f"{count(found['rows'], 'row')} of {count(found['forwards'], 'forward')}"
+    yield Item(f"{escaped(found['trace'])}: ", f"{state}, {rows}, {held}")
+    for what in ("problem", "note"):
+        for text in found[f"{what}s"]:
+            yield Item(f"{what}: ", escaped(text))
+    yield Item("model: ", _model(found["model"]))
     if found["engine"]["name"] != "mlx":
-        yield f"engine: {escaped(found['engine']['name'])}, settings {_pairs(found['engine'].get('settings', {}))}"
+        given = _pairs(found["engine"].get("settings", {}))
+        yield Item("engine: ", f"{escaped(found['engine']['name'])}, settings {given}")
     if "draft" in found:
-        yield "draft " + _model(found["draft"])
-    yield "scenario: " + _pairs(found["scenario"], skip=("request", "rule", "model", "engine"))
+        yield Item("draft model: ", _model(found["draft"]))
+    yield Item("scenario: ", _pairs(found["scenario"], skip=("request", "rule", "model", "engine")))
     for rule in rules(found["scenario"]):
-        yield f"rule: {rule}"
-    yield "environment: " + _pairs(found["environment"])
-    yield _observer(found["observer"])
-    yield f"on disk: {count(found['shards'], 'shard')}, {found['bytes']:,} bytes" + _seconds(found["times"])
+        yield Item("rule: ", rule)
+    yield Item("environment: ", _pairs(found["environment"]))
+    yield Item("observer check: ", _observer(found["observer"]))
+    shards = count(found["shards"], "shard")
+    yield Item("on disk: ", f"{shards}, {found['bytes']:,} bytes{_seconds(found['times'])}")
     if "sites" not in found["lacks"]:
-        yield "sites: " + ", ".join(f"{number} {kind}" for kind, number in found["sites"].items())
+        yield Item("sites: ", ", ".join(f"{number} {kind}" for kind, number in found["sites"].items()))
     for what, reason in found["lacks"].items():
-        yield f"not recorded: {what.replace('_', ' ')} ({escaped(reason)})"
-    yield ""
+        yield Item("not recorded: ", f"{what.replace('_', ' ')} ({escaped(reason)})")
+    yield Blank()
     settings = asked(found["scenario"])
     for request in found["requests"]:
         how = sampling(settings.get(request["id"], {}))
-        yield (
-            f"request {escaped(request['id'])}: {count(request['prompt_tokens'], 'prompt token')}, "
-            f"{request['generated_tokens']} of at most {request.get('max_tokens', '?')} generated, arrival "
-            f"{request.get('arrival', 0)}{f', {how}' if how else ''}"
+        yield Item(
+            f"request {escaped(request['id'])}: ",
+            f"{count(request['prompt_tokens'], 'prompt token')}, {request['generated_tokens']} of at most "
+            f"{request.get('max_tokens', '?')} generated, arrival {request.get('arrival', 0)}{f', {how}' if how else ''}",
         )
         if "proposed" in request:
-            yield (
-                f"  drafts: {request['accepted']} of {request['proposed']} accepted in "
-                f"{count(request['verifications'], 'verification')}"
-            )
-        yield f"  prompt: {shown(_cut(request['prompt']))}"
-        yield f"  generated: {shown(_cut(request['generated']))}"
+            of = f"{request['accepted']} of {request['proposed']} accepted"
+            yield Item("  drafts: ", f"{of} in {count(request['verifications'], 'verification')}")
+        yield Item("  prompt: ", shown(_cut(request["prompt"])))
+        yield Item("  generated: ", shown(_cut(request["generated"])))
+    yield Blank()
+    yield from _forwards(found)
+    if "each_site" in found:
+        yield Blank()
+        yield Table(("site", "kind", "layer"), tuple(_site(site) for site in found["each_site"]))
 
 
-def _forwards(found: Mapping[str, Any], width: int) -> str:
+def _forwards(found: Mapping[str, Any]) -> Iterator[Block]:
     groups = found["groups"]
     shown_groups = groups if "each_forward" in found else groups[:GROUPS]
     # An engine that shows answers alone has steps, of which nobody knows how many forwards they were.
     what = "steps" if "forwards" in found["lacks"] else "forwards"
-    headers = [what, "rows", "who", "kernel path × sites"]
-    if "kernel_paths" in found["lacks"]:
-        headers[-1] = ""
     rows = [
-        [
+        (
             str(group["first"]) if group["first"] == group["last"] else f"{group['first']}-{group['last']}",
             str(group["rows"]),
             " + ".join(f"{m['rows']} {m['phase']} of {escaped(m['request'])}" for m in group["members"]),
             ", ".join(f"{path} ×{sites}" for path, sites in group["paths"].items()),
-        ]
+        )
         for group in shown_groups
     ]
-    table: str = tabulate(_fitted(rows, headers, width), headers=headers, disable_numparse=True)
-    left = len(groups) - len(shown_groups)
-    if not left:
-        return table
-    return f"{table}\n... and {count(left, 'more group', 'more groups')} of {what}; --forwards shows all"
+    paths = "" if "kernel_paths" in found["lacks"] else "kernel path × sites"
+    yield Table((what, "rows", "who", paths), tuple(rows))
+    if left := len(groups) - len(shown_groups):
+        yield Prose(f"... and {count(left, 'more group', 'more groups')} of {what}; --forwards shows all")
 
 
-def _fitted(rows: list[list[str]], headers: list[str], width: int) -> list[list[str]]:
-    """The rows with their last two columns wrapped, so that the table is at most ``width`` wide where it can be."""
-    # tabulate keeps two characters free next to a header. The name of a path stays in one piece.
-    path = max((len(word) for row in rows for word in row[-1].split()), default=0)
-    narrowest = max(NARROWEST, len(headers[-2]) + 2), max(path, len(headers[-1]) + 2)
-    widths = [max(len(header) + 2, *map(len, cells)) for header, *cells in zip(headers, *rows, strict=True)]
-    gaps = 2 * (len(headers) - 1)
-    room = width - gaps - sum(widths[:-2])
-    last = max(narrowest[1], min(widths[-1], max(room // 2, room - widths[-2])))
-    who = max(narrowest[0], room - last)
-    return [
-        [*cells, *(textwrap.fill(*pair, break_on_hyphens=False) for pair in ((members, who), (paths, last)))]
-        for *cells, members, paths in rows
-    ]
-
-
-def _sites(found: Mapping[str, Any]) -> str:
-    rows = [
-        [escaped(site["name"]), escaped(site["kind"]), "-" if site["layer"] is None else str(site["layer"])]
-        for site in found["each_site"]
-    ]
-    table: str = tabulate(
-        rows, headers=["site", "kind", "layer"], disable_numparse=True, colalign=("left", "left", "right")
-    )
-    return table
+def _site(site: Mapping[str, Any]) -> tuple[str, str, str]:
+    return escaped(site["name"]), escaped(site["kind"]), "-" if site["layer"] is None else str(site["layer"])
 
 
 def _model(model: Mapping[str, Any]) -> str:
@@ -244,17 +215,15 @@ def _model(model: Mapping[str, Any]) -> str:
         for key in ("model_type", "weights_sha256", "config_sha256", "tokenizer_sha256")
         if model.get(key) is not None
     ]
-    return "model: " + ", ".join(parts)
+    return ", ".join(parts)
 
 
 def _observer(observer: Mapping[str, Any]) -> str:
     checked = observer.get("forwards", 0)
     if not checked:
-        return "observer check: not made"
+        return "not made"
     equal = "bit-equal" if observer.get("equal") else "NOT EQUAL"
-    return (
-        f"observer check: the first {count(checked, 'forward')} run again without recording, logits {equal}"
-    )
+    return f"the first {count(checked, 'forward')} run again without recording, logits {equal}"
 
 
 def _seconds(times: Mapping[str, Any]) -> str:

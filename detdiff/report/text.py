@@ -90,8 +90,18 @@ def _section(section: Section, report: Report, width: int, colour: bool) -> Iter
             before = each
 
 
-def _block(block: Block, width: int, colour: bool) -> Iterator[str]:
+def plain(blocks: Iterable[Block], *, width: int) -> str:
+    """Blocks alone, in lines of at most ``width`` (at least 40) characters, as far as words let them."""
+    width = max(NARROWEST, width)
+    return "".join(f"{line}\n" for block in blocks for line in _block(block, width))
+
+
+def _block(block: Block, width: int, colour: bool = False) -> Iterator[str]:
     match block:
+        case Prose(text) | View(_, text):
+            yield from _fill(text, width)
+        case Item(lead, text):
+            yield from _fill(lead + text, width, " " * min(len(lead), 6))
         case Table():
             yield from table_lines(block, width)
         case Texts():
@@ -99,8 +109,8 @@ def _block(block: Block, width: int, colour: bool) -> Iterator[str]:
         case Code(text):
             # A command is copied as one line, whatever the width.
             yield from textwrap.indent(text, "    ").splitlines()
-        case _:
-            yield from plain([block], width=width).splitlines()
+        case Blank():
+            yield ""
 
 
 def _two_texts(texts: Texts, width: int, colour: bool) -> Iterator[str]:
@@ -143,61 +153,14 @@ def _excerpt(run: str, of: Excerpt, total: int) -> list[Line]:
     return [styled([(heading, "head")]), styled(body)]
 
 
-def _fill(text: str, width: int) -> list[str]:
-    return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
+def _fill(text: str, width: int, indent: str = "") -> list[str]:
+    return textwrap.wrap(
+        text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def _title(text: str, colour: bool) -> str:
     return printed(styled([(text, "head")]), colour=colour)
-
-
-def plain(blocks: Iterable[Block], *, width: int) -> str:
-    """Lines of prose are at most ``width`` (at least 40) characters, tables as wide as they need."""
-    width = max(40, width)
-    return "\n".join(line for block in blocks for line in _plain_lines(block, width)) + "\n"
-
-
-def _plain_lines(block: Block, width: int) -> Iterator[str]:
-    match block:
-        case Prose(text):
-            yield from textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
-        case Item(lead, text):
-            indent = " " * min(len(lead), 6)
-            yield from textwrap.wrap(
-                lead + text,
-                width,
-                subsequent_indent=indent,
-                break_long_words=False,
-                break_on_hyphens=False,
-                drop_whitespace=True,
-            )
-        case Table(headers, rows, level):
-            # Every cell is text already: tabulate must not read "1e3" or "007" as a number.
-            table = tabulate(
-                rows, headers=headers, tablefmt="simple", disable_numparse=True, colalign=_align(headers)
-            )
-            yield from ("  " * level + line.rstrip() for line in table.splitlines())
-        case Blank():
-            yield ""
-        case Code(text):
-            yield from textwrap.indent(text, "    ").splitlines()
-        case View(_, sentence):
-            yield from textwrap.wrap(sentence, width, break_long_words=False, break_on_hyphens=False)
-        case Texts():
-            yield from _plain_texts(block, width)
-
-
-def _plain_texts(texts: Texts, width: int) -> Iterator[str]:
-    for run, words in (("a", texts.a), ("b", texts.b)):
-        line = "".join(f"[{word.text}]" if word.mark == "flip" else word.text for word in words)
-        yield from textwrap.wrap(f"{run}: {line}", width, subsequent_indent="   ")
-
-
-def _align(headers: Sequence[str]) -> tuple[str, ...]:
-    left = {"text", "kind", "path in a", "path in b"}
-    return tuple(
-        "left" if header.removeprefix("a ").removeprefix("b ") in left else "right" for header in headers
-    )
 
 
 _GAP = 2
@@ -228,11 +191,15 @@ def table_lines(table: Table, width: int) -> Iterator[str]:
 
 
 def _wrap(cell: str, limit: int) -> str:
-    return cell if len(cell) <= limit else "\n".join(textwrap.wrap(cell, limit))
+    return cell if len(cell) <= limit else "\n".join(textwrap.wrap(cell, limit, break_on_hyphens=False))
 
 
 def _word(header: str) -> int:
-    return _PADDING + max(map(len, header.split()), default=1)
+    return _PADDING + (_longest(header) or 1)
+
+
+def _longest(cell: str) -> int:
+    return max(map(len, cell.split()), default=0)
 
 
 def _limits(table: Table, numeric: Sequence[bool], room: int) -> list[int] | None:
@@ -241,13 +208,20 @@ def _limits(table: Table, numeric: Sequence[bool], room: int) -> list[int] | Non
         max(len(header) + _PADDING, *(len(row[n]) for row in table.rows), 1 + _PADDING)
         for n, header in enumerate(table.headers)
     ]
-    least = [
-        # Numbers are not wrapped, and their headers between words only.
-        max([_word(header) if number else _NARROWEST, *(len(row[n]) for row in table.rows if number)])
-        for n, (header, number) in enumerate(zip(table.headers, numeric, strict=True))
-    ]
-    least = [min(low, limit) for low, limit in zip(least, limits, strict=True)]
-    if sum(least) > room:
+    for whole_words in (True, False):
+        # Numbers are not wrapped, and their headers between words only. Names stay whole as long as there is room.
+        least = [
+            max(
+                _word(header) if number else _NARROWEST,
+                *(_longest(row[n]) if whole_words else number * len(row[n]) for row in table.rows),
+                0,
+            )
+            for n, (header, number) in enumerate(zip(table.headers, numeric, strict=True))
+        ]
+        least = [min(low, limit) for low, limit in zip(least, limits, strict=True)]
+        if sum(least) <= room:
+            break
+    else:
         return None
     while sum(limits) > room:
         widest = max(range(len(limits)), key=lambda n: (limits[n] > least[n], limits[n]))
