@@ -28,10 +28,12 @@ from detdiff.scenario import CachePlan, KernelPlan, Scenario, nearest
 from detdiff.trace import Site, TraceWriter
 
 from .context import CACHE_TYPES, FLASH, BatchRow, ContextSettings, LlamaContext, LlamaModel
+from .graph import NodeGraph, ProbeBatch, probes
 from .layout import checked_library
-from .nodes import TROUBLE, NodeRecorder, RecordingSizes
+from .node_loops import TROUBLE
+from .nodes import NodeRecorder, RecordingSizes
 from .recorder import ChosenToken, LlamaRecorder
-from .sites import GraphSites, NodeGraph, ProbeBatch, find_sites, probes
+from .sites import GraphSites, find_sites
 
 if TYPE_CHECKING:
     from detdiff.explain.oracle import Operation

@@ -15,7 +15,8 @@ from detdiff.trace import PHASES, Generated, TraceWriter, Value, coefficients, f
 from detdiff.trace import Rows as TraceRows
 from detdiff.trace.digest import STORAGE
 
-from .nodes import CHANGED, EVENTS, FOREIGN, KEEP, MISSING, SPLIT, Int64, NodeRecorder, digest_floats
+from .node_loops import CHANGED, EVENTS, FOREIGN, KEEP, MISSING, SPLIT, Int64
+from .nodes import NodeRecorder, digest_floats
 from .sites import GraphSites, NodeSite
 
 _MOST_TOLD = 64
