@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from detdiff.commands.start import settled, wait_for_use
 from detdiff.engines.base import RESET, Engine, RunOptions
 from detdiff.engines.record import record
 from detdiff.engines.registry import DEFAULT, open_engine, same_engine
@@ -215,7 +216,10 @@ class Engines:
         for other, engine in self._opened:
             if same_engine(other, scenario):
                 return engine
+        if scenario.engine == DEFAULT:
+            wait_for_use("torch")
         engine = open_engine(scenario)
+        settled()
         self._opened.append((scenario, engine))
         return engine
 

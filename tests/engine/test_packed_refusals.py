@@ -9,7 +9,8 @@ from runs import ARCHITECTURES, PACKABLE, Runs, loaded, model, scenario
 from toy_models import LEAKS, NAMED, Attention, Toy
 
 from detdiff.compare import compare
-from detdiff.engines.mlx.engine import generate
+from detdiff.engines.mlx import serve
+from detdiff.engines.mlx.engine import MlxEngine, generate
 from detdiff.engines.mlx.model import LoadedModel
 from detdiff.engines.mlx.run_checks import refuse_leaks
 from detdiff.errors import LayoutError
@@ -49,6 +50,20 @@ def test_a_mixer_that_mixes_rows_without_a_cache_is_found_at_the_start(
         runs.record(of, PACKED)
     with pytest.raises(LayoutError, match="mixes the rows"):
         generate(PACKED, loaded=of)
+
+
+def test_a_model_is_checked_once_a_profile_and_again_after_a_reset(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked = []
+    monkeypatch.setattr(serve, "refuse_leaks", lambda _, plan, staged: checked.append(plan.profile))
+    engine = MlxEngine(toy())
+    for profile in (None, None, "candle-metal", None):
+        runs.record(engine.loaded, PACKED.with_changes(kernels=profile or "native"))
+    assert checked == [None, "candle-metal"]
+    engine.reset()
+    runs.record(engine.loaded, PACKED)
+    assert checked == [None, "candle-metal", None]
 
 
 @pytest.mark.parametrize("profile", [None, "candle-metal"])

@@ -120,6 +120,7 @@ class MlxEngine:
 
     def reset(self) -> None:
         self.loaded.staged.clear()
+        self.loaded.apart.clear()
         mx.clear_cache()
 
     @property
@@ -175,7 +176,7 @@ def engine_of_objects(given: Any) -> MlxEngine | str:
     """The engine of a LoadedModel, or of the pair that ``mlx_lm.load`` gives; what it is in words where it is neither."""
     if isinstance(given, LoadedModel):
         # Whoever owns an object may have changed its weights, and what kernels made of them before would hide that.
-        return MlxEngine(replace(given, staged={}))
+        return MlxEngine(replace(given, staged={}, apart=set()))
     if not (isinstance(given, tuple | list) and len(given) in (2, 3) and isinstance(given[0], Module)):
         return (
             "an mlx module without its tokenizer"

@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from detdiff.engines.mlx.model_directory import RANDOM, check_directory, config_value, identity
@@ -51,7 +52,8 @@ class LoadedModel:
 
     model: the mlx-lm ``nn.Module``, weights evaluated. tokenizer: mlx-lm's ``TokenizerWrapper``. path: the
     directory that both came from. identity: see `detdiff.engines.mlx.model_directory.identity`. config: config.json, plus
-    what mlx-lm adds. staged: what reference kernels have made of its weights, kept from run to run.
+    what mlx-lm adds. staged: what reference kernels have made of its weights, kept from run to run. apart: the profiles
+    (None: no profile) under which the packed layout was seen to keep its requests apart.
     """
 
     model: Any
@@ -60,6 +62,7 @@ class LoadedModel:
     identity: Mapping[str, Any]
     config: Mapping[str, Any] = field(default_factory=dict)
     staged: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+    apart: set[str | None] = field(default_factory=set, compare=False, repr=False)
 
 
 def load(spec: str) -> LoadedModel:
@@ -159,9 +162,12 @@ def load_tokenizer(path: Path, config: Mapping[str, Any]) -> Any:
         return TokenIds(config.get("eos_token_id"))
     from mlx_lm.utils import load_tokenizer as load_wrapper
 
+    # To find the tokenizer's class transformers reads the configuration of a model of its own, for which it imports torch.
+    # The built-in models' files name the class.
+    named = {"config": SimpleNamespace(model_type=None)} if path.parent == BUILTIN_FOLDER else None
     try:
         # mlx-lm refuses some configurations of its own accord, so its message is the reason to show.
-        return load_wrapper(path, eos_token_ids=config.get("eos_token_id"))
+        return load_wrapper(path, named, eos_token_ids=config.get("eos_token_id"))
     except Exception as error:  # the tokenizer libraries raise bare Exception for a damaged file
         raise TokenizerInvalid(
             f"The tokenizer in {str(path)!r} does not load: {_words(error)}. Fetch tokenizer.json, "

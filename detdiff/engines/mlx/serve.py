@@ -84,7 +84,7 @@ def in_dtype(models: Models, wanted: str | None) -> Iterator[Models]:
         for loaded in every:
             loaded.model.set_dtype(getattr(mx, wanted))
         # What kernels made of the weights is of the other dtype.
-        yield Models(*(replace(loaded, staged={}) for loaded in every))
+        yield Models(*(replace(loaded, staged={}, apart=set()) for loaded in every))
     finally:
         for loaded, own in zip(every, parameters, strict=True):
             loaded.model.update(own)
@@ -117,8 +117,9 @@ class Sessions:
                 )
             if scenario.schedule.layout == "packed":
                 for loaded in (models.target, models.draft):
-                    if loaded is not None:
+                    if loaded is not None and scenario.kernels.profile not in loaded.apart:
                         refuse_leaks(loaded.model, scenario.kernels, loaded.staged)
+                        loaded.apart.add(scenario.kernels.profile)
         except (TypeError, ValueError, RuntimeError) as error:
             raise ModelRunError(
                 f"The model {scenario.model!r} failed on a first forward of a few tokens: "

@@ -272,10 +272,12 @@ class AttentionCalls:
                 "the keys and values are quantised, and reference kernels take plain ones."
             )
         dtype = mx.result_type(mx.result_type(queries, keys), values)
-        q, k, v = (
-            floats(array if array.dtype == dtype else array.astype(dtype))
+        asked = [
+            (array if array.dtype == dtype else array.astype(dtype)).astype(mx.float32)
             for array in (queries, keys, values)
-        )
+        ]
+        mx.eval(asked)  # one wait instead of three
+        q, k, v = map(floats, asked)
         mask, sinks = given.get("mask"), given.get("sinks")
         if isinstance(mask, mx.array):
             mask = np.asarray(mask) if mask.dtype == mx.bool_ else floats(mask)
