@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-import numpy as np
-
 from detdiff.engines import base
 from detdiff.engines.base import Begin, RunOptions, request_header, wanted_values
-from detdiff.engines.schedule import Share, Work, allot, by_arrival, forced_tokens, prompt_share
+from detdiff.engines.schedule import Share, Work, forced_tokens
 from detdiff.errors import (
     ContextExceeded,
     EngineRefuses,
-    LlamaFailed,
     NothingToCheck,
     OracleRefused,
     TokenOutOfRange,
@@ -30,9 +27,9 @@ from detdiff.trace import Site, TraceWriter
 from .context import CACHE_TYPES, FLASH, BatchRow, ContextSettings, LlamaContext, LlamaModel
 from .graph import NodeGraph, ProbeBatch, probes
 from .layout import checked_library
-from .node_loops import TROUBLE
 from .nodes import NodeRecorder, RecordingSizes
-from .recorder import ChosenToken, LlamaRecorder
+from .recorder import LlamaRecorder
+from .serving import EndTokens, FedTokens, PreparedRun, Serving
 from .sites import GraphSites, find_sites
 
 if TYPE_CHECKING:
@@ -171,13 +168,8 @@ class LlamaEngine:
             raise EngineRefuses(
                 "The engine llama.cpp was asked to change the dtype or to put cache entries in, and has no way to. Ask without."
             )
-        work = self._work(scenario)
-        settings = self._context_settings(work)
-        nodes = NodeRecorder()
-        graph = self._graph(settings)
-        with ExitStack() as stack:
-            context = LlamaContext(self.model, settings, (nodes.function, nodes.user_data))
-            stack.callback(context.close)
+        with self.prepared(scenario, options.faults) as run:
+            graph = run.graph
             lacks = {base.KERNEL_PATHS: _LACKS[base.KERNEL_PATHS]}
             if len(graph.caches) < self.model.layers:
                 lacks[base.CACHE] = "; ".join(graph.unseen) or "the cache of some layers was not seen"
@@ -188,28 +180,37 @@ class LlamaEngine:
                 {
                     "requests": [
                         request_header(request, item.prompt)
-                        for request, item in zip(scenario.requests, work, strict=True)
+                        for request, item in zip(scenario.requests, run.work, strict=True)
                     ],
                     "sites": [each.site for each in graph.sites],
                     "lacks": lacks,
                     "notes": notes,
                 }
             )
-            return self._record(scenario, options, work, context, nodes, graph, writer)
+            return self._record(run, options, writer)
 
-    def _record(
-        self,
-        scenario: Scenario,
-        options: RunOptions,
-        work: list[Work],
-        context: LlamaContext,
-        nodes: NodeRecorder,
-        graph: GraphSites,
-        writer: TraceWriter,
-    ) -> Mapping[str, Any]:
-        nodes.plan(graph.plan, self._sizes(context, graph), self.model.window, context.split)
+    @contextmanager
+    def prepared(self, scenario: Scenario, faults: Sequence[Any] = ()) -> Iterator[PreparedRun]:
+        """A context with room for the requests of ``scenario``, recorded, with nothing in its cache, and closed at the end.
+
+        Raises what `run` raises before it records.
+        """
+        work = self._work(scenario)
+        settings = self._context_settings(work)
+        graph, nodes = self._graph(settings), NodeRecorder()
+        context = LlamaContext(self.model, settings, (nodes.function, nodes.user_data))
+        try:
+            nodes.plan(graph.plan, self._sizes(context, graph), self.model.window, context.split)
+            for fault in faults:
+                fault.install(context, nodes)
+            yield PreparedRun(scenario, work, context, nodes, graph)
+        finally:
+            context.close()
+
+    def _record(self, run: PreparedRun, options: RunOptions, writer: TraceWriter) -> Mapping[str, Any]:
+        scenario, work, context, nodes = run.scenario, run.work, run.context, run.nodes
         recorder = LlamaRecorder(
-            graph,
+            run.graph,
             nodes,
             writer,
             [each.id for each in scenario.requests],
@@ -226,18 +227,10 @@ class LlamaEngine:
 
         started, clock = time.time(), time.perf_counter()
         seen: list[tuple[list[BatchRow], dict[int, bytes]]] = []
-        for fault in options.faults:
-            fault.install(context, nodes)
 
         def batch(shares: Sequence[Share], rows: list[BatchRow]) -> dict[int, Any]:
             recorder.begin(shares)
-            context.decode(rows)
-            if nodes.state[TROUBLE]:
-                raise LlamaFailed(
-                    "llama.cpp built another graph in the middle of a run than it did for other numbers of rows; expected one of the "
-                    "same nodes. What was recorded before is readable."
-                )
-            found = {n: context.logits(n) for n, row in enumerate(rows) if row.answers}
+            found = run.decode(rows)
             if len(seen) < options.observe:
                 seen.append((rows, {n: each.tobytes() for n, each in found.items()}))
             return found
@@ -245,8 +238,8 @@ class LlamaEngine:
         def text(token: int) -> str:
             return self.decode([token])
 
-        serve = _Serving(scenario, work, context, options.overrides.pin_kernels, batch, on_token)
-        serve.run(recorder, nodes, text)
+        serve = Serving(run, options.overrides.pin_kernels, batch, on_token)
+        serve.run(recorder, text)
         seconds = time.perf_counter() - clock
         return {
             "times": {
@@ -352,125 +345,14 @@ class LlamaEngine:
             arrival = 0 if scenario.schedule.kind == "static" else request.arrival
             ends: Callable[[int], bool] = (lambda _: False) if request.ignore_stop else self.model.ends
             found.append(
-                Work(index, request.id, prompt, request.max_tokens, arrival, _Ends(ends), None)  # type: ignore[arg-type]
+                Work(index, request.id, prompt, request.max_tokens, arrival, EndTokens(ends), None)  # type: ignore[arg-type]
             )
         if scenario.force_tokens is not None:
             for item, tokens in zip(found, forced_tokens(found, scenario.force_tokens), strict=True):
                 item.max_tokens = min(item.max_tokens, len(tokens))
                 item.stop = frozenset()
-                item.sampler = _Fed(tokens)
+                item.sampler = FedTokens(tokens)
         return found
-
-
-class _Ends:
-    """Tokens that end an answer, as a set that asks the model."""
-
-    def __init__(self, ends: Callable[[int], bool]) -> None:
-        self._ends = ends
-
-    def __contains__(self, token: object) -> bool:
-        return isinstance(token, int) and self._ends(token)
-
-
-class _Fed:
-    """Feeds given tokens, and keeps what the model would have chosen."""
-
-    def __init__(self, tokens: Sequence[int]) -> None:
-        self.tokens, self.chosen = tuple(tokens), -1
-
-    def own(self, index: int) -> int:
-        return self.chosen
-
-
-class _Serving:
-    """Requests through a context: who gets rows in the next batch, and what becomes of the logits."""
-
-    def __init__(
-        self,
-        scenario: Scenario,
-        work: list[Work],
-        context: LlamaContext,
-        pinned: bool,
-        batch: Callable[[Sequence[Share], list[BatchRow]], dict[int, Any]],
-        on_token: Callable[..., None],
-    ) -> None:
-        self._schedule, self._work, self._context, self._pinned = scenario.schedule, work, context, pinned
-        self._batch, self._on_token = batch, on_token
-        self._free = list(range(context.settings.sequences))
-
-    def run(self, recorder: LlamaRecorder, nodes: NodeRecorder, text: Callable[[int], str]) -> None:
-        schedule = self._schedule
-        limit = 1 if schedule.kind == "serial" else (schedule.active or len(self._work))
-        limit = min(limit, len(self._free))
-        waiting, active, step = by_arrival(self._work), list[Work](), 0
-        own: dict[int, int] = {}
-        while waiting or active:
-            step = step if active else max(step, waiting[0].arrival)
-            due = [item for item in waiting if item.arrival <= step][: limit - len(active)]
-            waiting = [item for item in waiting if item not in due]
-            for item in due:
-                own[item.index] = self._free.pop(0)
-                recorder.sequences[own[item.index]] = item.index
-            active += due
-            shares = [
-                Share(item, item.done, (item.generated[-1],), 1, "decode")
-                if item.generated
-                else prompt_share(item, rows)
-                for item, rows in allot(active, schedule)
-            ]
-            for group in self._groups(shares):
-                self._compute(group, recorder, own, text)
-            step += 1
-            for item in [item for item in active if item.finished]:
-                sequence = own.pop(item.index)
-                self._context.remove(sequence)
-                nodes.forget(sequence)
-                del recorder.sequences[sequence]
-                # The slot that was free longest is taken next, as if there were a ring of them.
-                self._free.append(sequence)
-            active = [item for item in active if not item.finished]
-
-    def _groups(self, shares: Sequence[Share]) -> list[list[Share]]:
-        if not self._pinned:
-            return [list(shares)]
-        return [
-            [Share(each.work, each.start + n, (token,), int(bool(each.answers) and n == len(each.tokens) - 1), each.phase)]
-            for each in shares
-            for n, token in enumerate(each.tokens)
-        ]  # fmt: skip
-
-    def _compute(
-        self,
-        shares: Sequence[Share],
-        recorder: LlamaRecorder,
-        own: Mapping[int, int],
-        text: Callable[[int], str],
-    ) -> None:
-        rows = [
-            BatchRow(token, share.start + n, own[share.work.index], n >= len(share.tokens) - share.answers)
-            for share in shares
-            for n, token in enumerate(share.tokens)
-        ]
-        logits = self._batch(shares, rows)
-        answers, at = [], 0
-        for share in shares:
-            at += len(share.tokens)
-            share.work.done += len(share.tokens)
-            if not share.answers:
-                continue
-            scores = logits[at - 1]
-            token, index = int(np.argmax(scores)), len(share.work.generated)
-            if isinstance(share.work.sampler, _Fed):
-                share.work.sampler.chosen = token
-                share.work.answer(share.work.sampler.tokens[index], self._on_token)
-            else:
-                share.work.answer(token, self._on_token)
-            answers.append(
-                ChosenToken(
-                    share.work.index, index, share.start + len(share.tokens) - 1, at - 1, token, scores
-                )
-            )
-        recorder.end(shares, answers, text)
 
 
 def open_llama(model: Any, settings: Mapping[str, Any]) -> LlamaEngine:
