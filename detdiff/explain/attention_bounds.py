@@ -27,7 +27,8 @@ class AttentionOperation:
     """Attention of one request's rows: q (rows, heads, D), keys (kv heads, keys, D), values (kv heads, keys, Dv).
 
     ``bias`` (1 or heads, rows, keys) is added to the scores, -inf where a key is not attended; ``sinks`` (heads,).
-    ``key_size`` and ``value_size`` are |scale| code + |bias| of a quantised cache, else None.
+    ``key_size`` and ``value_size`` are |scale| code + |bias| of a quantised cache, else None. ``roundings`` are those of the
+    kernel where it is none that a path names.
     """
 
     q: Float64
@@ -38,12 +39,13 @@ class AttentionOperation:
     sinks: Float64 | None = None
     key_size: Float64 | None = None
     value_size: Float64 | None = None
+    roundings: Attending | None = None
 
     def bounded(self, arithmetic: Arithmetic) -> Bounded:
         rows, heads, width = self.q.shape
         kv_heads, keys, value_width = self.values.shape
         quantised = self.key_size is not None
-        own = attending(arithmetic, rows, keys, width, heads, kv_heads, quantised)
+        own = self.roundings or attending(arithmetic, rows, keys, width, heads, kv_heads, quantised)
         plain = Attending((), (), ((width + 3, "float32"),), (), 3, 0, 1, ((2 * keys + 4, "float32"),))
         out = np.empty((4, rows, heads, value_width))
         empty = np.zeros((rows, heads, value_width), np.bool_)
@@ -161,6 +163,8 @@ class _Head:
             tiny = (2 * FLUSHED + _tiny(own.weights)) * counted + 4 * _tiny(own.held)
             tiny += 4 * _tiny(own.sums)
             bound = moving + (grown + _DOUBLE * (self.scores.shape[1] + 4)) * sizes + values + tiny
+            if own.running:
+                bound += self._running(own.running, weighed, 2 * spread)
         return bound, self._overflows(own, counted) | self.not_finite
 
     def _score_error(self, own: Attending) -> Float64:
@@ -181,8 +185,30 @@ class _Head:
         # A mask is rounded to the dtype before it is added.
         return np.asarray(error + (_grown(own.scores) + 4 * U32) * added, np.float64)
 
+    def _running(self, dtype: str, weighed: Float64, near: Float64) -> Float64:
+        """What rounding the output to ``dtype`` after every key leads to, (rows, Dv), in whichever order keys come.
+
+        Adding an addend to what is there is off by no more than the addend, as what is there needs no rounding, and by no more
+        than a rounding of the sum. Where a key has the largest score so far, what is there is scaled and rounded once more:
+        these are addends of smaller scores, or of ones that are ``near`` (rows, 1).
+        """
+        weights = self.pi + weighed
+        addends = weights[:, :, None] * np.abs(self.seen)[None]
+        whole = addends.sum(axis=1)
+        above = np.argsort(np.argsort(-self.scores, axis=1, kind="stable"), axis=1)
+        tied = (np.abs(self.scores[:, :, None] - self.scores[:, None]) <= near[:, None]).sum(axis=2)
+        scaled = ((above + tied)[:, :, None] * addends).sum(axis=1)
+        steps = np.count_nonzero(self.attended, axis=1)[:, None]
+        unit, tiny = UNIT[dtype], SMALLEST[dtype]
+        once = np.minimum(unit * whole[:, None], addends).sum(axis=1)
+        found: Float64 = (1 + unit) ** (2 * steps) * (once + unit * scaled) + 2 * steps * tiny
+        return found
+
     def _staged(self, own: Attending) -> Float64:
-        """What rounding the query's product with the scale to the dtype does to scores, (rows, keys)."""
+        """What rounding the query, or its product with the scale to the dtype, does to scores, (rows, keys)."""
+        if own.rounded:
+            query = rounded(self.q.astype(np.float32), own.rounded).astype(np.float64)
+            return np.asarray(self.op.scale * (query - self.q) @ np.nan_to_num(self.op.keys[self.kv]).T)
         if not own.multiplied:
             return np.zeros_like(self.plain)
         dtype = self.dtype
@@ -223,12 +249,13 @@ class Attending:
     """The roundings of one attention kernel.
 
     ``query`` and ``cached`` stage the operands: roundings of each item of the query, and of keys and values.
-    ``multiplied``: the query is the product with the scale, both rounded to the dtype, which can be done again. ``score``
+    ``multiplied``: the query is the product with the scale, both rounded to the dtype, which can be done again; ``rounded``: so
+    can the query's own rounding to that dtype. ``score``
     are those that a product passes on its way to a score; ``scores`` those of the score itself, at its own size.
     ``apart`` and ``whole`` count float32 roundings of the exponent, relative to the distance to the largest score and to
     the largest score itself; ``power`` those of an exponential. ``sums`` are those of the weighted sum and of the
     weights' sum together, ``weights`` those of a weight that only the weighted sum sees, ``held`` those of an output
-    that is held in another dtype on the way.
+    that is held in another dtype on the way; ``running`` is the dtype of an output that every key is added to in turn.
     """
 
     query: tuple[Count, ...]
@@ -242,6 +269,8 @@ class Attending:
     weights: tuple[Count, ...] = ()
     held: tuple[Count, ...] = ()
     multiplied: bool = False
+    rounded: str = ""
+    running: str = ""
 
 
 def attending(

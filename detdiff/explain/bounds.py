@@ -405,8 +405,8 @@ class Rope:
     """x (rows, ..., D) rotated by its positions (rows,): the first ``dims`` items, in pairs.
 
     The angle of pair i is position * ``scale`` * base**(-2 i / dims), or over ``frequencies[i]``, float32 numbers that the
-    module holds. ``multiplier``: what the items are multiplied by first. Pairs are neighbours if ``traditional``, else
-    ``dims`` / 2 apart.
+    module holds; ``chained``: over them it is the angle of the pair before, times a float32 power of the base, as ggml
+    has it. ``multiplier``: what the items are multiplied by first. Pairs are neighbours if ``traditional``, else ``dims`` / 2 apart.
     """
 
     x: Float64
@@ -417,6 +417,7 @@ class Rope:
     frequencies: Float64 | None = None
     scale: float = 1.0
     multiplier: float = 1.0
+    chained: bool = False
 
     def bounded(self, arithmetic: Arithmetic) -> Bounded:
         if arithmetic.backend != "cpu":
@@ -464,7 +465,13 @@ class Rope:
     def _angles(self) -> tuple[Float64, Float64]:
         """The angles (rows, dims / 2), and how far float32 can be from them."""
         half = self.dims // 2
-        if self.frequencies is not None:
+        if self.chained:
+            assert self.base is not None
+            step = np.log(self.base) / half
+            speed = np.exp(-step * np.arange(half)) / (1.0 if self.frequencies is None else self.frequencies)
+            # Each step rounds its product, and brings the error of the power and of its exponent.
+            relative = np.arange(half) * (3 + step) + 2
+        elif self.frequencies is not None:
             with np.errstate(divide="ignore"):
                 speed = 1.0 / self.frequencies
             relative = np.ones(half)
