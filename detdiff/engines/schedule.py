@@ -13,6 +13,12 @@ from detdiff.scenario import Schedule
 from detdiff.trace import Trace
 
 OnToken = Callable[[int, int, int], None]  # request index, token index, token id
+OnEvent = Callable[..., None]
+"""``event(kind, **fields)``: puts a line into the trace."""
+
+
+def silent(kind: str, **fields: Any) -> None:
+    """An ``OnEvent`` that nobody hears."""
 
 
 @dataclass(eq=False)

@@ -15,8 +15,9 @@ from detdiff.compare import Divergence, compare
 from detdiff.engines.mlx import packed
 from detdiff.engines.mlx.caches import RequestCaches
 from detdiff.engines.mlx.engine import RecordOptions
-from detdiff.engines.mlx.packed import Speculator
+from detdiff.engines.mlx.packed_model import PackedModel
 from detdiff.engines.mlx.taps.session import InjectedFault
+from detdiff.engines.speculation import Speculator
 from detdiff.report import divergence_text, from_json, to_json
 from detdiff.scenario import Scenario
 from detdiff.trace import Trace
@@ -57,7 +58,7 @@ def test_nothing_is_found_where_nothing_is_wrong(sound: Trace, runs: Runs) -> No
 
 
 def test_a_draft_cache_that_is_never_trimmed(sound: Trace, runs: Runs) -> None:
-    def only_the_target(self: Speculator, request: int, rejected: int) -> None:
+    def only_the_target(self: Speculator[PackedModel], request: int, rejected: int) -> None:
         if rejected:
             self.target.caches.trim(request, rejected)
 
@@ -119,7 +120,7 @@ def test_a_choice_taken_from_the_row_before(sound: Trace, runs: Runs) -> None:
 def test_counts_that_do_not_add_up(sound: Trace, runs: Runs) -> None:
     native = Speculator.settle
 
-    def generous(self: Speculator, *args: Any) -> None:
+    def generous(self: Speculator[PackedModel], *args: Any) -> None:
         native(self, *args)
         self.counts[args[0].work.index].accepted += 1
 

@@ -19,9 +19,8 @@ from mlx_lm.models.cache import BatchRotatingKVCache, RotatingKVCache
 
 from detdiff.engines.mlx.taps.entries import cache_kind
 from detdiff.engines.mlx.taps.forward import Forward
+from detdiff.engines.schedule import OnEvent
 from detdiff.trace import format_ranges
-
-from .caches import OnEvent
 
 # By its name in full: the package has a function of that name, too.
 mlx_lm_generate: Any = importlib.import_module("mlx_lm.generate")

@@ -6,7 +6,7 @@ layer. Pages are counted by who names them, so requests can share a prefix; who 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,17 +15,10 @@ from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import KVCache, create_attention_mask, make_prompt_cache
 
 from detdiff.engines.mlx.taps.forward import handle
-from detdiff.engines.schedule import Work
+from detdiff.engines.schedule import OnEvent, Work, silent
 from detdiff.errors import LayoutError
 from detdiff.scenario import CachePlan
 from detdiff.trace import format_ranges
-
-OnEvent = Callable[..., None]
-"""``event(kind, **fields)``: puts a line into the trace."""
-
-
-def silent(kind: str, **fields: Any) -> None:
-    """An ``OnEvent`` that nobody hears."""
 
 
 def refuse_unpageable(caches: Sequence[Any]) -> None:

@@ -12,16 +12,28 @@ from itertools import accumulate
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
+from mlx_lm.sample_utils import greedy_sampler
 
 from detdiff.engines.mlx.taps.forward import TARGET, Attend, Forward, Segment, handle
 from detdiff.engines.mlx.taps.session import Session
-from detdiff.engines.schedule import Share
+from detdiff.engines.schedule import OnEvent, Share, silent
 from detdiff.errors import LayoutError
 from detdiff.scenario import CachePlan
 
-from .caches import OnEvent, RequestCaches, silent
+from .caches import RequestCaches
+
+
+def greedy(logits: mx.array) -> list[int]:
+    """The token of every row of logits [rows, V], as a greedy request's sampler chooses it."""
+    return ids(greedy_sampler(logits - mx.logsumexp(logits, axis=-1, keepdims=True)))
+
+
+def ids(sampled: mx.array) -> list[int]:
+    """Token ids out of an array."""
+    return [int(token) for token in np.asarray(sampled).ravel()]
 
 
 class _Opaque:
@@ -233,6 +245,19 @@ class PackedModel:
     def evaluate(self, shares: Sequence[Share]) -> None:
         """Compute what a forward without an answer wrote."""
         mx.eval([cache.state for share in shares for cache in self.caches.of(share.work.index)])
+
+    def choices(self, shares: Sequence[Share]) -> list[int]:
+        """The token that a greedy request takes after each answering row, from one forward over these rows."""
+        return greedy(self.logits(shares)[0])
+
+    def write(self, shares: Sequence[Share]) -> None:
+        """One forward over these rows, for what it leaves in the caches."""
+        self.logits(shares)
+        self.evaluate(shares)
+
+    def rewind(self, request: int, rows: int) -> None:
+        """Take the newest rows of a request out of its caches."""
+        self.caches.trim(request, rows)
 
     def _compose(self, inputs: mx.array, cache: Any) -> Forward:
         assert self._next is not None

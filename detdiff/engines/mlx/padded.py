@@ -24,12 +24,12 @@ from mlx_lm.generate import (
 )
 
 from detdiff.engines.mlx.taps.forward import DRAFT, TARGET, Forward, Segment
-from detdiff.engines.schedule import OnToken, Work, by_arrival
+from detdiff.engines.schedule import OnEvent, OnToken, Work, by_arrival, silent
+from detdiff.engines.speculation import DraftCounts
 from detdiff.scenario import CachePlan, Schedule
 
 from .cache_events import Owners, watched
-from .caches import OnEvent, reused_cache, silent
-from .packed import Counts
+from .caches import reused_cache
 from .requests import segment
 
 
@@ -231,7 +231,7 @@ class SpeculativeComposer:
         self._round: _Round | None = None
         self.owners = Owners(of_uid=lambda uid: uid)
         self.forwards = 0
-        self.counts: dict[int, Counts] = {}
+        self.counts: dict[int, DraftCounts] = {}
 
     def begin(self, work: Work) -> None:
         """From now on every call is for this request."""
@@ -270,7 +270,7 @@ class SpeculativeComposer:
     def answered(self, from_draft: bool) -> None:
         """mlx-lm gave one token, which the draft proposed or not."""
         assert self._work is not None
-        self.counts.setdefault(self._work.index, Counts()).accepted += from_draft
+        self.counts.setdefault(self._work.index, DraftCounts()).accepted += from_draft
 
     def event(self, kind: str, **fields: Any) -> None:
         """What mlx-lm did to a cache; a verification is over when its rejected rows are to be forgotten."""
@@ -292,7 +292,7 @@ class SpeculativeComposer:
             if guess != token:
                 break
             accepted += 1
-        self.counts.setdefault(work.index, Counts()).proposed += len(proposals)
+        self.counts.setdefault(work.index, DraftCounts()).proposed += len(proposals)
         self._event(
             "verify",
             request=work.index,

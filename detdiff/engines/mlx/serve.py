@@ -12,11 +12,11 @@ from detdiff.engines.mlx.model import LoadedModel, context_limit, load
 from detdiff.engines.mlx.taps.forward import DRAFT, TARGET, Forward, Recording
 from detdiff.engines.mlx.taps.session import InjectedFault, Session
 from detdiff.engines.mlx.taps.sites import SiteMap
-from detdiff.engines.schedule import OnToken, Work
-from detdiff.errors import ContextExceeded, DraftMismatch, ModelRunError
+from detdiff.engines.schedule import OnEvent, OnToken, Work, silent
+from detdiff.engines.speculation import refuse_long_for_draft, refuse_other_vocabulary
+from detdiff.errors import ModelRunError
 from detdiff.scenario import Scenario
 
-from .caches import OnEvent, silent
 from .packed import Drafting, PackedEngine
 from .padded import PaddedComposer, PaddedRun, Pair, SpeculativeComposer, run_padded, run_speculative
 from .requests import prepare
@@ -45,13 +45,10 @@ class Models:
         if scenario.speculation is None:
             return cls(found)
         other = draft or load(scenario.speculation.draft)
-        sizes = found.identity.get("vocab_size"), other.identity.get("vocab_size")
-        if None not in sizes and sizes[0] != sizes[1]:
-            raise DraftMismatch(
-                f"The draft {scenario.speculation.draft!r} has {sizes[1]} token ids and the model {scenario.model!r} has "
-                f"{sizes[0]}; expected one vocabulary, since one proposes tokens to the other. Name a draft that was made "
-                "for this model."
-            )
+        refuse_other_vocabulary(
+            (scenario.model, found.identity.get("vocab_size")),
+            (scenario.speculation.draft, other.identity.get("vocab_size")),
+        )
         return cls(found, other)
 
     def notes(self) -> list[str]:
@@ -63,13 +60,8 @@ class Models:
 
     def check(self, work: list[Work]) -> None:
         """Raises ContextExceeded when a request does not fit the draft's context."""
-        limit = None if self.draft is None else context_limit(self.draft)
-        for item in work if limit is not None else ():
-            if limit is not None and len(item.prompt) + item.max_tokens > limit:
-                raise ContextExceeded(
-                    f"Request {item.id!r} has {len(item.prompt)} prompt tokens and asks for {item.max_tokens} more; the "
-                    f"draft model's context is {limit}. Shorten the prompt, lower max_tokens, or leave out draft."
-                )
+        if self.draft is not None:
+            refuse_long_for_draft(work, context_limit(self.draft))
 
 
 @contextlib.contextmanager
