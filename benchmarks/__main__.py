@@ -53,6 +53,11 @@ BENCHMARKS = (
         lambda row: row["recorded / untapped"] <= 1.10 and row["untapped / plain"] <= 1.02,
     ),
     Benchmark(
+        "llama",
+        "recorded / plain at most 1.5",
+        lambda row: row["recorded / plain"] <= 1.5,
+    ),
+    Benchmark(
         "kernels",
         "at least MLX's speed, twice that from 8 rows on (median of the shapes)",
         lambda row: all(row[f"M {m}"] >= (2 if m >= 8 else 1) for m in (1, 2, 4, 8, 32)),

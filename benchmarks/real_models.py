@@ -22,10 +22,26 @@ def smollm2(layout: str) -> LoadedModel:
 
     Raises subprocess.CalledProcessError when it is not there and cannot be fetched.
     """
-    cache = Path(os.environ.get("DETDIFF_MODEL_CACHE") or Path.home() / ".cache" / "detdiff")
-    folder = Path(os.environ.get("DETDIFF_BENCH_MODELS") or cache / "benchmarks")
-    directory = folder / f"smol-{layout}"
+    directory = _folder() / f"smol-{layout}"
     if not (directory / "config.json").exists():
-        command = [sys.executable, "tools/real_model.py", "smollm2", str(directory), *LAYOUTS[layout]]
-        subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+        _lay_out(directory, LAYOUTS[layout])
     return load(str(directory))
+
+
+def smollm2_gguf(kind: str) -> Path:
+    """The model as one GGUF file: f16, f32, q8_0 or q4_1. Raises as ``smollm2`` does."""
+    path = _folder() / f"smol-{kind}.gguf"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _lay_out(path, ("--gguf", kind))
+    return path
+
+
+def _folder() -> Path:
+    cache = Path(os.environ.get("DETDIFF_MODEL_CACHE") or Path.home() / ".cache" / "detdiff")
+    return Path(os.environ.get("DETDIFF_BENCH_MODELS") or cache / "benchmarks")
+
+
+def _lay_out(target: Path, options: tuple[str, ...]) -> None:
+    command = [sys.executable, "tools/real_model.py", "smollm2", str(target), *options]
+    subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)

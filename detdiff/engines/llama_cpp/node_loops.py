@@ -36,7 +36,7 @@ NO_INPUT, INPUT_TOKENS, INPUT_POSITIONS, INPUT_OUTPUTS = range(4)
 # The state, int64 each.
 MODE, NODE, ROW, COUNT, GRAPHS, TROUBLE, EVENTS, WINDOW, SPLIT, PLANNED, MADE = range(11)
 STATE: Final = 16
-OFF, DISCOVER, RECORD = range(3)
+OFF, DISCOVER, RECORD, STOP = range(4)
 # TROUBLE: why a graph could not be recorded.
 FINE, ANOTHER_GRAPH, TOO_MANY_ROWS = range(3)
 # Kinds of events, and their fields.
@@ -440,8 +440,8 @@ def on_node(tensor: int, ask: bool, user: int) -> bool:
     """ggml's eval callback; ``user`` is the address of the table."""
     table = numba.carray(_longs(user), FIELDS)
     state = numba.carray(_longs(table[AT_STATE]), STATE)
-    if state[MODE] == OFF:
-        return False
+    if state[MODE] == OFF or state[MODE] == STOP:
+        return bool(state[MODE] == STOP)
     nodes = numba.carray(_longs(table[AT_NODES]), MOST_NODES)
     if state[MODE] == DISCOVER:
         if ask and state[MADE] < MOST_NODES:
