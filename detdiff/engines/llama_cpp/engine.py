@@ -31,6 +31,7 @@ from .nodes import NodeRecorder, RecordingSizes
 from .recorder import LlamaRecorder
 from .serving import EndTokens, FedTokens, PreparedRun, Serving
 from .sites import GraphSites, find_sites
+from .trial import try_model
 
 if TYPE_CHECKING:
     from detdiff.explain.oracle import Operation
@@ -76,6 +77,7 @@ class LlamaEngine:
         self.settings: Mapping[str, Any] = dict(settings or {})
         self._check_settings()
         self.library = checked_library()
+        try_model(self.library, path)
         self.model = LlamaModel(self.library, path)
         self.capabilities = _CAPABILITIES
         self._graphs: dict[ContextSettings, GraphSites] = {}

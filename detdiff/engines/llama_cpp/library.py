@@ -260,7 +260,7 @@ class LlamaLibrary:
         """What the library logged as warnings and errors since the last call, as a clause."""
         words = " ".join("".join(self._lines).split())
         self._lines.clear()
-        return words[-300:].strip() or "it gave no reason"
+        return words[:300].strip() or "it gave no reason"
 
     def raw(self, name: str) -> Any:
         """A fresh, undeclared handle of a function."""
