@@ -444,6 +444,27 @@ def test_a_factory_needs_no_model_and_the_libraries_do() -> None:
             Scenario.from_dict(factory_case(engine=engine))
 
 
+def test_llama_cpp_is_packed_without_being_asked() -> None:
+    asked = minimal(engine="llama.cpp", schedule="continuous", row_budget=4)
+    found = Scenario.from_dict(asked)
+    assert (found.schedule.layout, found.schedule.row_budget) == ("packed", 4)
+    assert Scenario.from_dict(found.to_dict()) == found
+    flags = Scenario.from_flags("m.gguf", ["a"], "engine=llama.cpp schedule=continuous row_budget=4")
+    assert flags.schedule == found.schedule
+    made = Scenario("m", (Request("r0", prompt="a"),), Schedule("static"), engine="llama.cpp")
+    assert made.schedule == Schedule("static", layout="packed")
+    # The layout of the engine that was there before was not asked of this one.
+    padded = Scenario.from_dict(minimal(schedule="static"))
+    assert padded.with_changes(engine="llama.cpp").schedule.layout == "packed"
+    assert found.with_changes(engine="mlx").schedule.layout == "packed"
+    for change in (
+        lambda: Scenario.from_dict({**asked, "layout": "padded"}),
+        lambda: found.with_changes(layout="padded"),
+    ):
+        with pytest.raises(ScenarioConflict, match="leave layout out"):
+            change()
+
+
 def test_settings_of_an_engine_are_json_and_cannot_be_changed_from_outside() -> None:
     given: dict[str, Any] = {"layers": [1]}
     made = Scenario("", (Request("r0", prompt="a"),), engine="e", engine_settings=given)

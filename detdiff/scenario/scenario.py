@@ -7,7 +7,7 @@ import re
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,7 @@ from detdiff.scenario.settings import (
 )
 
 MLX = "mlx"
+LLAMA = "llama.cpp"
 NEED_A_MODEL = (MLX, "transformers")
 
 
@@ -57,7 +58,8 @@ class Scenario:
     """A run, whole. ``force_tokens`` is a trace's directory: a request is fed what it generated there under the same id.
 
     ``engine`` is an engine's name or ``package.module:factory``, ``engine_settings`` is what it is given, JSON values
-    without null; ``model`` may be "" where the engine has one of its own.
+    without null; ``model`` may be "" where the engine has one of its own. The engine llama.cpp knows no other layout than
+    packed, so its schedule has that.
 
     Raises RequestsMissing, RequestIdRepeated, ScenarioConflict and ScenarioRangeError.
     """
@@ -82,6 +84,8 @@ class Scenario:
                 "name is an engine's name, not a setting of it; give that setting another name."
             )
         object.__setattr__(self, "engine_settings", {k: v for k, v in settings.items() if k != "name"})
+        if self.engine == LLAMA and self.schedule.layout == "padded":
+            object.__setattr__(self, "schedule", replace(self.schedule, layout="packed"))
         if self.model or self.engine in NEED_A_MODEL:
             check_name("model", self.model)
         if not self.requests:
@@ -217,6 +221,8 @@ class Scenario:
             if "arrivals" in keys:
                 _set_arrivals(requests, changes.pop("arrivals", [0] * len(requests)))
             changes = _engine_changed(values, keys, changes)
+        if "layout" not in keys and _engine_of({**values, **changes})[0] == LLAMA:
+            del values["layout"]
         changes = _resolved(changes, Path())
         gone = useless(keys, changes)
         for table in (values, *requests):
@@ -238,8 +244,8 @@ def _model_path(model: str, folder: Path) -> str:
     if not model or model in ("builtin", "builtin-draft"):
         return model
     path = folder / os.path.expanduser(model)
-    # Absolute, so that a trace can be replayed from another folder. What is no directory may be a hub id.
-    return os.path.abspath(path) if model.startswith((".", "~")) or path.is_dir() else model
+    # Absolute, so that a trace can be replayed from another folder. What does not exist may be a hub id.
+    return os.path.abspath(path) if model.startswith((".", "~")) or path.exists() else model
 
 
 def _profile_path(kernels: str, folder: Path) -> str:
@@ -342,6 +348,12 @@ def _scenario(
         return _fields(RUN_KEYS, values, name)
 
     engine, settings = _engine_of(values)
+    if engine == LLAMA:
+        if values.get("layout") == "padded":
+            raise ScenarioConflict(
+                "layout is padded and engine is llama.cpp, whose batches are rows of all requests on one axis; leave layout out."
+            )
+        values = {**values, "layout": "packed"}
     if "drafts" in values and "draft" not in values:
         raise ScenarioConflict(
             f"drafts is {values['drafts']} and there is no draft model that could propose them; add draft, or remove drafts."
