@@ -10,12 +10,13 @@ from mlx_lm.models.cache import BatchKVCache, KVCache, QuantizedKVCache, Rotatin
 from runs import Runs, model, scenario
 from tiers import some_now
 
-from detdiff.engines.mlx.cache_patches import EntryKey, differing, held, patched, put
+from detdiff.engines.mlx.cache_patches import differing, held, patched, put
 from detdiff.engines.mlx.caches import PagedCache, PagePool, PageTable
 from detdiff.engines.mlx.engine import RecordOptions
 from detdiff.engines.mlx.taps.session import InjectedFault
 from detdiff.explain.case import Case
 from detdiff.explain.control import CannotRun
+from detdiff.explain.controls.patches import EntryKey
 from detdiff.explain.investigate import run_control
 
 

@@ -15,24 +15,16 @@ from numpy.typing import NDArray
 from detdiff.engines.mlx.taps.forward import TARGET, Forward, handle, memory
 from detdiff.explain.case import Side
 from detdiff.explain.control import CannotRun
+from detdiff.explain.controls.patches import EntryKey
+from detdiff.explain.deciding import DecidingRow, deciding_row
 
 from .caches import PagedCache
 from .packed import PackedEngine, Snapshot, StopRun
 from .path_changes import Baseline, baseline
-from .rerun_findings import DecidingRow, place
-from .reruns import Changes, Rerun, Reruns, RerunWatch, rerun
+from .reruns import Changes, Rerun, Reruns, RerunWatch, Row, rerun
 
 Arrays = tuple[mx.array, ...]
 """Keys or values [heads, positions, width] of one request in one layer; a quantised cache has several arrays."""
-
-
-class EntryKey(NamedTuple):
-    """A cache entry by layer, kind (``K`` or ``V``), head and position."""
-
-    layer: int
-    kind: str
-    head: int
-    position: int
 
 
 class LayerEntries(NamedTuple):
@@ -180,7 +172,7 @@ class DecidingForward(Protocol):
 
 def deciding_forward(runs: Reruns, side: Side, base: Baseline) -> DecidingForward:
     """A side right before its deciding forward. In the padded layout that takes one more run to it."""
-    where = place(runs, side)
+    where = deciding_row(runs.case, side)
     if runs.case.scenario(side).schedule.layout == "padded":
         return _Padded(runs, side, where)
     run = base.a if side == "a" else base.b
@@ -228,16 +220,20 @@ class _Packed:
         )
 
 
+def _row(where: DecidingRow) -> Row:
+    return Row(TARGET, where.request, where.position)
+
+
 def _known(run: Rerun, where: DecidingRow) -> bool:
     if where.index is not None:
         return len(run.tokens[where.request]) > where.index
-    return where.row in run.watch.rows
+    return _row(where) in run.watch.rows
 
 
 def _answer(run: Rerun, where: DecidingRow) -> Answer:
     if where.index is not None:
         return run.tokens[where.request][where.index]
-    return run.watch.rows[where.row] + run.watch.logits.get(where.row, b"")
+    return run.watch.rows[_row(where)] + run.watch.logits.get(_row(where), b"")
 
 
 class _Padded:
@@ -276,7 +272,7 @@ class _Padded:
             session.compose = lambda inputs, cache: self._forward
             logits = session.model(self._forward.tokens, cache=caches)
             if self.place.index is None:
-                return watch.rows[self.place.row] + watch.logits.get(self.place.row, b"")
+                return watch.rows[_row(self.place)] + watch.logits.get(_row(self.place), b"")
             column = self._segment.column + self.place.position - self._segment.start
             return int(np.asarray(mx.argmax(logits[self._segment.slot, column])))
 
@@ -302,7 +298,7 @@ class CachePatches:
         self.differing = differing(self._entries["a"], self._entries["b"])
         self.own = {side: self._forwards[side].answer({}) for side in "ab"} if self.differing else {}
         self.ends = {side: max(layer.end for layer in self._entries[side]) for side in "ab"}
-        self.positions = {side: place(runs, side).position for side in "ab"}
+        self.positions = {side: deciding_row(runs.case, side).position for side in "ab"}
 
     def recurrent(self, side: Side) -> list[int]:
         return [layer for layer, held in enumerate(self._entries[side]) if not held.keys]

@@ -22,9 +22,10 @@ from detdiff.engines.mlx.taps.operations import ROW_BY_ROW
 from detdiff.engines.mlx.taps.sites import SiteMap
 from detdiff.explain.case import Side
 from detdiff.explain.control import CannotRun
+from detdiff.explain.deciding import deciding_row
 from detdiff_kernels import Call
 
-from .rerun_findings import FlipOf, RerunTarget, divergence_of, flip_of, origin_port, place
+from .rerun_findings import FlipOf, RerunTarget, divergence_of, flip_of, origin_port
 from .reruns import Changes, Paths, Rerun, Reruns, Row, rerun, rows_of
 
 Spans = tuple[Span, ...]
@@ -294,7 +295,7 @@ def _baseline(runs: Reruns) -> Baseline:
 def _deciding(runs: Reruns, side: Side) -> int | None:
     """The forward that a patch is put before, so that there is a snapshot."""
     try:
-        return place(runs, side).forward
+        return deciding_row(runs.case, side).forward
     except CannotRun:
         return None
 

@@ -12,76 +12,15 @@ from typing import Any, Protocol
 import mlx.core as mx
 import numpy as np
 
-from detdiff.engines.mlx.taps.forward import TARGET, Forward
+from detdiff.engines.mlx.taps.forward import Forward
 from detdiff.engines.mlx.taps.sites import Arrays, SiteMap
 from detdiff.explain.case import Side
 from detdiff.explain.control import CannotRun
 from detdiff.explain.controls.finite import NotFiniteValue
-from detdiff.trace import Trace
 
 from .requests import prepare
 from .reruns import Mark, Rerun, Reruns, Row, rows_of
 from .serve import serve
-
-
-@dataclass(frozen=True)
-class DecidingRow:
-    """The deciding row of a side: its request, position and forward; ``index`` is the token it chooses, None where the
-    row's bits are asked for instead."""
-
-    request: int
-    position: int
-    forward: int
-    index: int | None
-
-    @property
-    def row(self) -> Row:
-        return Row(TARGET, self.request, self.position)
-
-
-def place(runs: Reruns, side: Side) -> DecidingRow:
-    """The flip's row of the focus; without a flip its last compared row whose logits differ, or the very last one.
-
-    Raises CannotRun where a side has none.
-    """
-    request = runs.case.focus
-    number = runs.case.number(side, request.id)
-    if request.flip is not None:
-        forward = request.flip.forward_a if side == "a" else request.flip.forward_b
-        if forward is None:
-            raise CannotRun(
-                f"side {side} had stopped before the flip, so it has no forward to put entries into"
-            )
-        return DecidingRow(number, request.flip.position, forward, request.flip.index)
-    if request.differing_entries is None:
-        raise CannotRun(f"no row of {request.id} differs, so nothing was carried")
-    position = request.differing_entries.alive_at
-    logits = [_logits(runs.case.trace(each), runs.case.number(each, request.id)) for each in "ab"]
-    apart = [at for at, digest in logits[0].items() if at <= position and logits[1].get(at, digest) != digest]
-    position = max(apart, default=position)
-    index = runs.case.trace(side).row_index()
-    here = np.flatnonzero((index.request == number) & (index.position == position))
-    here = here[
-        [runs.case.trace(side).forwards()[int(n)].get("model", TARGET) == TARGET for n in index.forward[here]]
-    ]
-    if not len(here):
-        raise CannotRun(f"side {side} has no row of {request.id} at position {position}")
-    return DecidingRow(number, position, int(index.forward[here[-1]]), None)
-
-
-def _logits(trace: Trace, request: int) -> dict[int, int]:
-    """Digests of a request's logits by position, the last write of each."""
-    port = trace.port_index("logits", "out")
-    found: dict[int, int] = {}
-    for shard in trace.shards:
-        for number, table in shard.tables.items():
-            if table[port] < 0:
-                continue
-            rows = shard.table_rows(number)
-            mine = shard.rows.request[rows] == request
-            digests = shard.digests(number)[:, table[port]]
-            found.update(zip(shard.rows.position[rows][mine].tolist(), digests[mine].tolist(), strict=True))
-    return found
 
 
 class RerunTarget(Protocol):

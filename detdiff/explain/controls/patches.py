@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from detdiff.engines.base import PATCH
 
@@ -18,17 +18,13 @@ Decision = int | bytes
 """The token that is chosen, or a digest of the row where nothing flipped."""
 
 
-class PatchedEntry(Protocol):
-    """A cache entry by layer, kind (``K`` or ``V``), head and position: a tuple of the four."""
+class EntryKey(NamedTuple):
+    """A cache entry by layer, kind (``K`` or ``V``), head and position."""
 
-    @property
-    def layer(self) -> int: ...
-    @property
-    def kind(self) -> str: ...
-    @property
-    def head(self) -> int: ...
-    @property
-    def position(self) -> int: ...
+    layer: int
+    kind: str
+    head: int
+    position: int
 
 
 class Patches(Protocol):
@@ -38,7 +34,7 @@ class Patches(Protocol):
     empty where nothing differs; ``ends`` are the positions that each holds; ``positions`` those of the deciding row.
     """
 
-    differing: Sequence[Any]
+    differing: Sequence[EntryKey]
     own: Mapping[Side, Decision]
     ends: Mapping[Side, int]
     positions: Mapping[Side, int]
@@ -46,7 +42,7 @@ class Patches(Protocol):
     def recurrent(self, side: Side) -> list[int]:
         """Layers whose state has no positions, so that it stays each run's own."""
 
-    def answer(self, side: Side, given: Sequence[Any]) -> Decision:
+    def answer(self, side: Side, given: Sequence[EntryKey]) -> Decision:
         """What ``side`` decides with these entries of the other run. Raises BudgetSpent."""
 
 
@@ -151,11 +147,11 @@ def _patch(case: Case, side: Side, results: tuple[str, str]) -> Outcome:
     return Outcome(results[0], sentence, Patched(**figures))
 
 
-def _smallest(pair: Patches, side: Side, wanted: Decision) -> tuple[list[Any], bool, int]:
+def _smallest(pair: Patches, side: Side, wanted: Decision) -> tuple[list[EntryKey], bool, int]:
     best = list(pair.differing)
-    known: dict[frozenset[PatchedEntry], bool] = {}
+    known: dict[frozenset[EntryKey], bool] = {}
 
-    def works(some: Sequence[PatchedEntry]) -> bool:
+    def works(some: Sequence[EntryKey]) -> bool:
         nonlocal best
         key = frozenset(some)
         if key not in known:
@@ -166,7 +162,7 @@ def _smallest(pair: Patches, side: Side, wanted: Decision) -> tuple[list[Any], b
             best = list(some)
         return known[key]
 
-    keys: tuple[Callable[[PatchedEntry], object], ...] = (
+    keys: tuple[Callable[[EntryKey], object], ...] = (
         lambda entry: entry.layer,
         lambda entry: entry.position,
         lambda entry: (entry.layer, entry.position, entry.kind),
