@@ -51,12 +51,8 @@ def engines_of(
 
     Raises what opening an engine raises.
     """
-    scenarios = [_scenario(side) for side in found]
-    if asked.files and asked.model is not None:
-        scenarios = [replace(scenario, model=asked.model) for scenario in scenarios]
-    elif not any(isinstance(side.source, Scenario) for side in found):
-        return None
-    return engines.of(scenarios[0]), engines.of(scenarios[1])
+    scenarios = _to_open(asked, found)
+    return None if scenarios is None else (engines.of(scenarios[0]), engines.of(scenarios[1]))
 
 
 def model_of(asked: ComparisonArguments, found: tuple[Side, Side], engines: Engines) -> LoadedModel | None:
@@ -64,14 +60,17 @@ def model_of(asked: ComparisonArguments, found: tuple[Side, Side], engines: Engi
 
     Raises what opening an engine raises.
     """
-    scenarios = [_scenario(side) for side in found]
-    if asked.files and asked.model is not None:
-        scenarios = [replace(scenario, model=asked.model) for scenario in scenarios]
-    elif not any(isinstance(side.source, Scenario) for side in found):
-        return None
-    if not same_engine(*scenarios):
+    scenarios = _to_open(asked, found)
+    if scenarios is None or not same_engine(*scenarios):
         return None
     return getattr(engines.of(scenarios[0]), "loaded", None)
+
+
+def _to_open(asked: ComparisonArguments, found: tuple[Side, Side]) -> tuple[Scenario, Scenario] | None:
+    a, b = (_scenario(side) for side in found)
+    if asked.files and asked.model is not None:
+        return replace(a, model=asked.model), replace(b, model=asked.model)
+    return (a, b) if any(isinstance(side.source, Scenario) for side in found) else None
 
 
 def verdict_on(

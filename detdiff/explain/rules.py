@@ -31,44 +31,12 @@ class VerdictRule:
     stops: tuple[str, ...] | None = None
 
 
-def _nothing(facts: Facts) -> bool:
-    return facts.divergence is None
-
-
-def _nondeterminism(facts: Facts) -> bool:
-    return facts.result("repeat") == "differs"
-
-
-def _served(facts: Facts) -> bool:
-    return facts.result("fresh") == "differs"
-
-
-def _changed(facts: Facts) -> bool:
-    return facts.result("repeat") == "changed"
-
-
 def _observed(facts: Facts) -> bool:
     return _incomplete(facts) and bool(facts.observed)
 
 
-def _contradiction(facts: Facts) -> bool:
-    return bool(facts.contradictions)
-
-
-def _not_finite(facts: Facts) -> bool:
-    return facts.result("finite") == "not_finite" or bool(facts.recorded.not_finite)
-
-
-def _identical(facts: Facts) -> bool:
-    return facts.divergence is not None and facts.divergence.identical
-
-
 def _incomplete(facts: Facts) -> bool:
     return facts.divergence is not None and facts.divergence.inconclusive
-
-
-def _asked_otherwise(facts: Facts) -> bool:
-    return bool(facts.settings) or (bool(facts.chosen_otherwise) and bool(facts.asked_otherwise))
 
 
 def _quantised_apart(facts: Facts) -> bool:
@@ -78,18 +46,6 @@ def _quantised_apart(facts: Facts) -> bool:
         and facts.result("configuration") == "removed"
         and facts.result("repeat") == "equal"
     )
-
-
-def _sampling(facts: Facts) -> bool:
-    return bool(facts.chosen_otherwise) and facts.logits_equal
-
-
-def _leak(facts: Facts) -> bool:
-    return facts.result("neighbour_content") == "differs" and facts.result("repeat") == "equal"
-
-
-def _read_otherwise(facts: Facts) -> bool:
-    return bool(facts.read_otherwise) and not facts.quantised_apart and facts.result("repeat") == "equal"
 
 
 def _outside(facts: Facts) -> bool:
@@ -129,7 +85,7 @@ RULES: Final[tuple[VerdictRule, ...]] = (
         "nothing",
         "no request, row or port of the two runs can be compared",
         "undetermined",
-        _nothing,
+        lambda facts: facts.divergence is None,
         sentences.say_nothing,
         ("not_compared",),
         stops=(),
@@ -139,7 +95,7 @@ RULES: Final[tuple[VerdictRule, ...]] = (
         "the same scenario gave other bits on an engine that has served nothing than on one that has, or its first request did "
         "when it was asked again at the end",
         "nondeterminism",
-        _served,
+        lambda facts: facts.result("fresh") == "differs",
         sentences.say_served,
         ("fresh",),
         sentences.advise_served,
@@ -149,7 +105,7 @@ RULES: Final[tuple[VerdictRule, ...]] = (
         "repeat",
         "the same scenario, run again, gave other bits",
         "nondeterminism",
-        _nondeterminism,
+        lambda facts: facts.result("repeat") == "differs",
         sentences.say_nondeterminism,
         ("repeat",),
         sentences.advise_nondeterminism,
@@ -159,7 +115,7 @@ RULES: Final[tuple[VerdictRule, ...]] = (
         "changed",
         "a trace is not repeated, and what was run in its place repeats itself: the code or the machine changed",
         "undetermined",
-        _changed,
+        lambda facts: facts.result("repeat") == "changed",
         sentences.say_changed,
         ("repeat",),
         sentences.advise_changed,
@@ -171,7 +127,7 @@ RULES: Final[tuple[VerdictRule, ...]] = (
         "asked, a cache entry that is not what was written, a rejected row that was read again, a prefix of other tokens, a page with "
         "two owners, drafts counted otherwise, a row fed another token",
         "bug",
-        _contradiction,
+        lambda facts: bool(facts.contradictions),
         sentences.say_contradiction,
         ("contradiction",),
         sentences.advise_bug,
@@ -181,7 +137,7 @@ RULES: Final[tuple[VerdictRule, ...]] = (
         "not-finite",
         "a NaN or an infinity where float64 has a number, even if both runs have it",
         "bug",
-        _not_finite,
+        lambda facts: facts.result("finite") == "not_finite" or bool(facts.recorded.not_finite),
         sentences.say_not_finite,
         ("not_finite", "finite"),
         sentences.advise_bug,
@@ -191,7 +147,7 @@ RULES: Final[tuple[VerdictRule, ...]] = (
         "identical",
         "every request of both runs was compared in whole and nothing differs",
         "identical",
-        _identical,
+        lambda facts: facts.divergence is not None and facts.divergence.identical,
         sentences.say_identical,
         ("compared",),
         stops=(),
@@ -220,7 +176,7 @@ RULES: Final[tuple[VerdictRule, ...]] = (
         "the sides were asked for caches quantised otherwise; or every digest up to a flip is bit-equal and the request's "
         "sampling or limits differ",
         "configuration",
-        _asked_otherwise,
+        lambda facts: bool(facts.settings) or (bool(facts.chosen_otherwise) and bool(facts.asked_otherwise)),
         sentences.say_asked_otherwise,
         ("settings",),
         sentences.advise_configuration,
@@ -230,7 +186,7 @@ RULES: Final[tuple[VerdictRule, ...]] = (
         "sampling",
         "every digest up to a flip is bit-equal, logits among them, and the settings are equal",
         "bug",
-        _sampling,
+        lambda facts: bool(facts.chosen_otherwise) and facts.logits_equal,
         sentences.say_sampling,
         ("compared",),
         stops=("repeat",),
@@ -250,7 +206,7 @@ RULES: Final[tuple[VerdictRule, ...]] = (
         "leak",
         "other text of the neighbours, of the same length, changed a request, and a repeat is equal",
         "bug",
-        _leak,
+        lambda facts: facts.result("neighbour_content") == "differs" and facts.result("repeat") == "equal",
         sentences.say_leak,
         ("neighbour_content", "repeat"),
         sentences.advise_bug,
@@ -260,7 +216,9 @@ RULES: Final[tuple[VerdictRule, ...]] = (
         "an origin at which the cache was read otherwise than it was written, a repeat is equal, and the cache was quantised "
         "alike",
         "bug",
-        _read_otherwise,
+        lambda facts: (
+            bool(facts.read_otherwise) and not facts.quantised_apart and facts.result("repeat") == "equal"
+        ),
         sentences.say_read_otherwise,
         ("origin", "repeat"),
         sentences.advise_bug,

@@ -153,17 +153,6 @@ def _first_origin(divergence: Divergence, first: RequestDivergence | None) -> st
     return f"{where}, where {rows[0]} took {a} and {rows[1]} took {b}"
 
 
-def paths_of(origin: Origin) -> str:
-    """An origin's kernel paths and rows in both runs, in a clause."""
-    a, b = (named(path or "unknown path") for path in (origin.path_a, origin.path_b))
-    rows_a, rows_b = (
-        count(n, "row") if n is not None else "unknown rows" for n in (origin.rows_a, origin.rows_b)
-    )
-    if a == b:
-        return f"{a} in both, on {rows_a} in a and {rows_b} in b"
-    return f"{a} on {rows_a} in a, {b} on {rows_b} in b"
-
-
 def run_line(run: RunIdentity) -> str:
     parts = [named(run.trace), *decisive(run.scenario)]
     if "name" in run.model:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup, escape
@@ -27,9 +27,6 @@ from .document import Blank, Block, Code, Item, Prose, Report, Section, Table, T
 from .svg import Axis, Drawing, style
 from .views import VIEWS, subject_of, values
 from .words import count, named, number, runs_of, short_path, shown, spans
-
-if TYPE_CHECKING:
-    pass
 
 LARGEST: Final = 2_000_000
 """Bytes of a page at most."""
@@ -80,7 +77,7 @@ def html(report: Report) -> str:
     for parts in [parts for _, parts in sections if any(part.kind == "texts" for part in parts)][:1]:
         place = next(n for n, part in enumerate(parts) if part.kind == "texts")
         parts[place] = replace(parts[place], first=True)
-    context = {
+    context: dict[str, Any] = {
         "report": report,
         "sections": sections,
         "advice": _advice(report),
@@ -88,11 +85,11 @@ def html(report: Report) -> str:
         "data": None,
         "left_out": (),
     }
-    page = _page("report.html", _SCRIPTS, context)
+    page = render("report.html", _SCRIPTS, **context)
     if not pictures.figures:
         return page
     data, left_out = packed(pictures.figures, LARGEST - len(page.encode()) - 4_000)
-    return _page("report.html", _SCRIPTS, {**context, "data": Markup(data), "left_out": left_out})
+    return render("report.html", _SCRIPTS, **{**context, "data": Markup(data), "left_out": left_out})
 
 
 class _Pictures:
@@ -147,7 +144,7 @@ def packed(figures: Sequence[ViewFigure], room: int) -> tuple[str, tuple[str, ..
             name, make = figure.drawings[place]
             drawing = figure.first if place == 0 and figure.first is not None else make()
             axes = known[figure.id]
-            new = [] if drawing.axis in axes else [_deflated(_axis(drawing.axis))]
+            new = [] if drawing.axis in axes else [_deflated(vars(drawing.axis))]
             number = axes.index(drawing.axis) if drawing.axis in axes else len(axes)
             text = _deflated(_drawing(drawing, number, place > 0))
             cost = len(text) + len(json.dumps(name)) + 40 + sum(map(len, new))
@@ -174,10 +171,6 @@ def _missing(figures: Sequence[ViewFigure], made: Mapping[str, Any]) -> Iterator
             names = [name for name, _ in figure.drawings[found:]]
             more = f" to {names[-1]}" if len(names) > 1 else ""
             yield f"Left out of {figure.title} to keep this page small: {names[0]}{more} ({len(names)} of {len(figure.drawings)})."
-
-
-def _axis(axis: Axis) -> dict[str, Any]:
-    return {"titles": axis.titles, "about": axis.about, "first": axis.first, "width": axis.width}
 
 
 def _drawing(drawing: Drawing, axis: int, drawn: bool) -> dict[str, Any]:
@@ -279,7 +272,8 @@ def _advice(report: Report) -> Markup:
     return Markup(text)
 
 
-def _page(template: str, scripts: Sequence[str], context: dict[str, Any]) -> str:
+def render(template: str, scripts: Sequence[str], **context: Any) -> str:
+    """A page from one of this package's templates."""
     sheet = Markup(style() + _asset("report.css"))
     # One function around all of them: nothing of a page's script is a global name.
     script = Markup('"use strict";\n(() => {\n' + "\n".join(_asset(name) for name in scripts) + "\n})();\n")
@@ -288,11 +282,6 @@ def _page(template: str, scripts: Sequence[str], context: dict[str, Any]) -> str
         "form-action 'none'"
     )
     return _environment().get_template(template).render(style=sheet, script=script, policy=policy, **context)
-
-
-def render(template: str, scripts: Sequence[str], **context: Any) -> str:
-    """A page from one of this package's templates."""
-    return _page(template, scripts, context)
 
 
 def _hash(text: str) -> str:

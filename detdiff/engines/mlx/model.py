@@ -207,7 +207,7 @@ def encode(loaded: LoadedModel, text: str, chat: bool) -> list[int]:
             f"The prompt {text[:40]!r} becomes no token at all with the tokenizer of {name!r}, and a request "
             f"needs at least one. Give a prompt with text in it."
         )
-    size = config_value(dict(loaded.config), "vocab_size")
+    size = config_value(loaded.config, "vocab_size")
     if size is not None and max(tokens) >= size:
         raise TokenizerInvalid(
             f"The tokenizer of {name!r} gives the token id {max(tokens)} and the model has {size} of them (0 "
@@ -219,7 +219,7 @@ def encode(loaded: LoadedModel, text: str, chat: bool) -> list[int]:
 
 def context_limit(loaded: LoadedModel) -> int | None:
     """The number of positions that the model was made for, or None where its configuration does not say."""
-    return config_value(dict(loaded.config), *CONTEXT_KEYS)
+    return config_value(loaded.config, *CONTEXT_KEYS)
 
 
 def _fetch(hub_id: str) -> Path:

@@ -204,15 +204,15 @@ def identity(path: Path) -> dict[str, Any]:
         else _hash_files(sorted(_matching(path, (*TOKENIZER_FILES, "*.tiktoken")))),
         "dtypes": {} if drawn else dict(sorted(dtypes.items())),
         "quantization": _quantization(config),
-        "layers": config_value(config, *LAYER_KEYS),
+        "layers": layers_of(config),
         "vocab_size": config_value(config, "vocab_size"),
     }
 
 
-def config_value(config: dict[str, Any], *names: str) -> int | None:
+def config_value(config: Mapping[str, Any], *names: str) -> int | None:
     """The first of `names` that the configuration, or its text part, sets to a whole number."""
     for part in (config, config.get("text_config")):
-        if isinstance(part, dict):
+        if isinstance(part, Mapping):
             for name in names:
                 if isinstance(part.get(name), int):
                     return int(part[name])
@@ -348,12 +348,7 @@ def twin_of(source: Any, folder: Path | str, seed: int = 0, layers: int | None =
 
 def layers_of(config: Mapping[str, Any]) -> int | None:
     """The number of layers that a configuration, or its text part, states; None where it does not say."""
-    for part in (config, config.get("text_config")):
-        if isinstance(part, Mapping):
-            for name in LAYER_KEYS:
-                if isinstance(part.get(name), int):
-                    return int(part[name])
-    return None
+    return config_value(config, *LAYER_KEYS)
 
 
 def with_layers(config: Mapping[str, Any], layers: int) -> dict[str, Any]:

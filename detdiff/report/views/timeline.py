@@ -1,4 +1,4 @@
-"""The timeline: both runs' forwards, one above the other, with who was in them, on which kernel path, and what was origin_at."""
+"""The timeline: both runs' forwards, one above the other, with who was in them, on which kernel path, and what happened."""
 
 from __future__ import annotations
 

@@ -28,7 +28,6 @@ from detdiff.trace import Site
 
 Arrays = list[tuple[str, mx.array]]
 
-COMPOSITE = {"block", "attn_block", "mlp", "recurrent"}
 LINEAR_CLASSES = ("Linear", "QuantizedLinear", "QQLinear", "BitLinear")
 EMBEDDING_CLASSES = ("Embedding", "QuantizedEmbedding")
 SWITCH_CLASSES = ("SwitchLinear", "QuantizedSwitchLinear")
