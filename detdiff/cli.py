@@ -95,6 +95,14 @@ def _write_json(answer: Mapping[str, Any]) -> None:
     click.echo(json.dumps(answer, indent=1, allow_nan=False))
 
 
+def _answer(as_json: bool, answer: Callable[[], Mapping[str, Any]], text: Callable[[], str]) -> None:
+    """Print one of the two; the other is not made."""
+    if as_json:
+        _write_json(answer())
+    else:
+        click.echo(text(), nl=False)
+
+
 def _noted(key: str) -> Callable[[click.Context, click.Parameter, bool], bool]:
     def note(ctx: click.Context, _: click.Parameter, value: bool) -> bool:
         ctx.meta[key] = value
@@ -138,13 +146,15 @@ def _import(names: tuple[str, ...]) -> None:
             import_before_runs(name)
 
 
-def across_option(function: F) -> F:
-    """--across-models."""
-    return click.option(
-        "--across-models",
-        is_flag=True,
-        help="The sides may have different weights: tokens, logits and sites of the same name are compared.",
-    )(function)
+across_option = click.option(
+    "--across-models",
+    is_flag=True,
+    help="The sides may have different weights: tokens, logits and sites of the same name are compared.",
+)
+partial_option = click.option("--partial", is_flag=True, help="Read what is left of damaged traces.")
+replay_option = click.option(
+    "--replay", is_flag=True, help="Run both again and capture values around each divergence: ULPs."
+)
 
 
 def sides_options(traces: str, *, keep: bool = True) -> Callable[[F], F]:
@@ -264,24 +274,19 @@ def record(
     asked = Scenario.from_toml(scenario).with_changes(**parse_flags(_words(changes)))
     with _progress("recording") as on_token:
         found = summary(record_trace(asked, trace, on_token))
-    if as_json:
-        _write_json(found)
-    else:
-        click.echo(summary_text(found, width=_width()), nl=False)
+    _answer(as_json, lambda: found, lambda: summary_text(found, width=_width()))
 
 
 @main.command()
 @sides_options("With traces and --replay")
-@click.option(
-    "--replay", is_flag=True, help="Run both again and capture values around each divergence: ULPs."
-)
+@replay_option
 @click.option(
     "--force-tokens",
     metavar="FROM",
     help="Feed side b the tokens of a, or those of a trace, to compare past the first flip.",
 )
 @across_option
-@click.option("--partial", is_flag=True, help="Read what is left of damaged traces.")
+@partial_option
 @json_option
 def compare(files: tuple[Path, ...], **options: Any) -> None:
     """Find where run B diverges from run A.
@@ -296,8 +301,6 @@ def compare(files: tuple[Path, ...], **options: Any) -> None:
     from detdiff.compare import compare as compare_traces
     from detdiff.report import divergence_text, to_json
 
-    if len(files) > 2:
-        raise click.UsageError(f"compare takes two files at most, and there are {len(files)}.")
     asked = _asked(files, options)
     found = sides(asked)
     across = asked.across_models
@@ -311,10 +314,7 @@ def compare(files: tuple[Path, ...], **options: Any) -> None:
                 moved = asked.model if files else None
                 answer = replay(a, b, answer, progress=on_token, model=moved, across_models=across)
     answer = named(answer, found, asked.keep)
-    if options["as_json"]:
-        _write_json(to_json(answer))
-    else:
-        click.echo(divergence_text(answer, width=_width()), nl=False)
+    _answer(options["as_json"], lambda: to_json(answer), lambda: divergence_text(answer, width=_width()))
     code = IDENTICAL if answer.identical else INCONCLUSIVE if answer.inconclusive else DIFFERENT
     click.get_current_context().exit(code)
 
@@ -326,7 +326,7 @@ def compare(files: tuple[Path, ...], **options: Any) -> None:
 )
 @click.option("--budget", metavar="N", type=click.IntRange(0), help="At most N re-runs.")
 @click.option("--repeats", metavar="N", type=click.IntRange(1), help="Repeat each side N times; default 2.")
-@click.option("--partial", is_flag=True, help="Read what is left of damaged traces.")
+@partial_option
 @json_option
 def explain(
     files: tuple[Path, ...],
@@ -346,13 +346,8 @@ def explain(
     from detdiff.commands.explain import explained
     from detdiff.report import verdict_json, verdict_text
 
-    if len(files) > 2:
-        raise click.UsageError(f"explain takes two files at most, and there are {len(files)}.")
     verdict = explained(_asked(files, options), controls, budget, _progress, repeats)
-    if options["as_json"]:
-        _write_json(verdict_json(verdict))
-    else:
-        click.echo(verdict_text(verdict, width=_width()), nl=False)
+    _answer(options["as_json"], lambda: verdict_json(verdict), lambda: verdict_text(verdict, width=_width()))
     codes = {"identical": IDENTICAL, "undetermined": INCONCLUSIVE}
     click.get_current_context().exit(codes.get(verdict.kind, DIFFERENT))
 
@@ -394,8 +389,6 @@ def reduce(
     """
     from detdiff.commands.reduce import ReduceArguments, reduced, reduction_json, reduction_text
 
-    if len(files) > 2:
-        raise click.UsageError(f"reduce takes two files at most, and there are {len(files)}.")
     wanted = ReduceArguments(folder, budget, keep_flip, twin)
     shown = sys.stderr.isatty()
     found = reduced(
@@ -404,10 +397,7 @@ def reduce(
         _progress,
         lambda step: click.echo(f"\r{step.sentence}: {step.rows:,} rows", err=True) if shown else None,
     )
-    if options["as_json"]:
-        _write_json(reduction_json(found))
-    else:
-        click.echo(reduction_text(found, width=_width()), nl=False)
+    _answer(options["as_json"], lambda: reduction_json(found), lambda: reduction_text(found, width=_width()))
 
 
 def _json_file(ctx: click.Context, _: click.Parameter, value: Path | None) -> Path | None:
@@ -424,16 +414,14 @@ def file_option(name: str, metavar: str, help: str, **more: Any) -> Callable[[F]
 @sides_options("With traces")
 @click.option("--explain", "why", is_flag=True, help="Run the controls as well, for a verdict.")
 @click.option("--budget", metavar="N", type=click.IntRange(0), help="With --explain: at most N re-runs.")
-@click.option(
-    "--replay", is_flag=True, help="Run both again and capture values around each divergence: ULPs."
-)
+@replay_option
 @file_option("--html", "FILE", "Write a page to look at: one file, which needs no network.")
 @file_option("--markdown", "FILE", "Write Markdown, as an issue takes it.")
 @file_option("--json", "FILE", "Write JSON; - is the standard output.", callback=_json_file, is_eager=True)
 @file_option("--plots", "DIR", "Write each picture as an SVG file.")
 @file_option("--pack", "ZIP", "Write all that running it again needs, weights left out.")
 @across_option
-@click.option("--partial", is_flag=True, help="Read what is left of damaged traces.")
+@partial_option
 def report(files: tuple[Path, ...], why: bool, budget: int | None, **options: Any) -> None:
     """Turn a comparison or a verdict into something to read, to paste into an issue, and to look at.
 
@@ -448,8 +436,6 @@ def report(files: tuple[Path, ...], why: bool, budget: int | None, **options: An
     from detdiff.report.json import report_json_text
     from detdiff.report.text import report_text
 
-    if len(files) > 2:
-        raise click.UsageError(f"report takes two files at most, and there are {len(files)}.")
     formats = ("html", "markdown", "json", "plots", "pack")
     wanted = ReportOutputs(**{name: options[name] for name in formats})
     asked = reports.kept_pair(_asked(files, options))
@@ -486,6 +472,9 @@ def _colourful() -> bool:
 def _asked(files: tuple[Path, ...], options: Mapping[str, Any]) -> ComparisonArguments:
     from detdiff.commands.sides import ComparisonArguments
 
+    if len(files) > 2:
+        name = click.get_current_context().info_name
+        raise click.UsageError(f"{name} takes two files at most, and there are {len(files)}.")
     _import(options["imports"])
     short = [
         f"{key}={options[key]}" for key in ("split_rows", "kernels", "engine") if options[key] is not None
@@ -530,10 +519,7 @@ def show(trace: Path, forwards: bool, sites: bool, partial: bool, as_json: bool)
     from detdiff.commands.show import opened, summary, summary_text
 
     found = summary(opened(trace, partial=partial), every=forwards, sites=sites)
-    if as_json:
-        _write_json(found)
-    else:
-        click.echo(summary_text(found, width=_width()), nl=False)
+    _answer(as_json, lambda: found, lambda: summary_text(found, width=_width()))
 
 
 @main.command()
@@ -585,10 +571,7 @@ def probe(as_json: bool, plot: Path | None, no_time: bool, **options: Any) -> No
     found = answer(ProbeArguments(timed=not no_time, **options), _progress)
     if plot is not None:
         write_chart(found, plot)
-    if as_json:
-        _write_json(answer_json(found))
-    else:
-        click.echo(answer_text(found, width=_width()), nl=False)
+    _answer(as_json, lambda: answer_json(found), lambda: answer_text(found, width=_width()))
     click.get_current_context().exit(IDENTICAL if invariant(found) else DIFFERENT)
 
 
@@ -661,10 +644,7 @@ def profiles(name: str | None, as_json: bool, **options: Any) -> None:
             bands = answers.bands(one, question)
             text = answers.answer_text(one, question, bands, _width())
             answer = answers.answer_json(one, question, bands)
-    if as_json:
-        _write_json(answer)
-    else:
-        click.echo(text, nl=False)
+    _answer(as_json, lambda: answer, lambda: text)
 
 
 @main.command("import-gguf")
