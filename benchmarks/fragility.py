@@ -14,7 +14,7 @@ from typing import Any
 from detdiff.compare import compare
 from detdiff.engines.mlx.engine import RecordOptions, record
 from detdiff.engines.mlx.model import LoadedModel
-from detdiff.explain.verdict import Fragility, Movements, fragility
+from detdiff.explain.verdict import Fragility, MarginMovements, fragility
 from detdiff.scenario import Scenario
 from detdiff.trace import Trace
 
@@ -40,14 +40,16 @@ def _trace(folder: Path, loaded: LoadedModel, side: str, prompts: list[str]) -> 
     return record(scenario, folder / side, loaded=loaded, options=RecordOptions(observe=0))
 
 
-def _half(loaded: LoadedModel, prompts: list[str]) -> tuple[tuple[Fragility, ...], Movements, dict[str, int]]:
+def _half(
+    loaded: LoadedModel, prompts: list[str]
+) -> tuple[tuple[Fragility, ...], MarginMovements, dict[str, int]]:
     """Every token up to each flip, how far margins moved, and where requests flip."""
     with tempfile.TemporaryDirectory() as folder:
         a, b = (_trace(Path(folder), loaded, side, prompts) for side in "ab")
         flips = {
             request.id: request.flip.index for request in compare(a, b).requests if request.flip is not None
         }
-        return fragility(a, b), Movements.between(a, b), flips
+        return fragility(a, b), MarginMovements.between(a, b), flips
 
 
 def run() -> list[dict[str, Any]]:

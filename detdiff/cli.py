@@ -440,7 +440,7 @@ def report(files: tuple[Path, ...], why: bool, budget: int | None, **options: An
     wanted = ReportOutputs(**{name: options[name] for name in formats})
     asked = reports.kept_pair(_asked(files, options))
     kept = () if asked.keep is None else (asked.keep / "a", asked.keep / "b")
-    how_far = reports.Why(options["replay"], why, budget)
+    how_far = reports.ReportOptions(options["replay"], why, budget)
     if reports.is_folder(asked):
         from detdiff.commands.report import gathered
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from detdiff.check.checker import BatchInvariance, Test
+    from detdiff.check.checker import BatchInvariance, RunningTest
 
 MARKER = "batch_invariant"
 FIXTURE = "batch_invariance"
@@ -137,15 +137,15 @@ def _marks(owner: Any) -> list[pytest.Mark]:
     return sorted(marks, key=depth, reverse=True)
 
 
-def _test(item: pytest.Item) -> Test:
-    from detdiff.check.checker import Test
+def _test(item: pytest.Item) -> RunningTest:
+    from detdiff.check.checker import RunningTest
 
     composition = getattr(item, "callspec", None) and item.callspec.params.get(PARAMETER)  # type: ignore[attr-defined]
     module, _, name = item.nodeid.partition("::")
     if composition:
         # What is kept is named after test and composition, each once.
         name = name.replace(composition.name, "")
-    return Test(item.path, module, name or item.name, _marked(item) or {}, composition)
+    return RunningTest(item.path, module, name or item.name, _marked(item) or {}, composition)
 
 
 @pytest.fixture(scope="session")

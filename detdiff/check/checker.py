@@ -30,7 +30,7 @@ _OP: Final = ("shapes", "rows", "dtype", "seeds", "array")
 
 
 @dataclass
-class Test:
+class RunningTest:
     """The test that runs: its file, what its markers say, and the composition that it was parametrised with.
 
     ``module`` is the file as pytest names it, relative to its root directory, and ``name`` the rest of the test's id without
@@ -52,7 +52,7 @@ class Test:
 
 
 @dataclass(frozen=True)
-class Checked:
+class PassedCheck:
     """What a check that passed has compared: ``rows`` down to their bits at ``sites``, and generated ``tokens``."""
 
     compositions: tuple[str, ...]
@@ -70,7 +70,7 @@ class BatchInvariance:
 
     def __init__(self, defaults: Defaults) -> None:
         self._defaults = defaults
-        self._test: Test | None = None
+        self._test: RunningTest | None = None
         self._keeper: Keeper | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._shared: tuple[CheckedEngines, RecordedRuns] | None = None
@@ -90,7 +90,7 @@ class BatchInvariance:
         seeds: int | Sequence[int] | None = None,
         level: str | None = None,
         **settings: Any,
-    ) -> Checked:
+    ) -> PassedCheck:
         """Each prompt alone against the same prompts in every schedule and layout.
 
         ``model`` is a path, hub id or ``"builtin"``, a LoadedModel, what ``mlx_lm.load`` gives, or an engine: an object or
@@ -157,7 +157,7 @@ class BatchInvariance:
         self.tally.operations += 1
         return found
 
-    def _check(self, test: Test, given: Mapping[str, Any]) -> Checked:
+    def _check(self, test: RunningTest, given: Mapping[str, Any]) -> PassedCheck:
         asked, wanted = self._wanted(test, given)
         if asked.model is None:
             raise CheckSubjectInvalid(
@@ -166,7 +166,9 @@ class BatchInvariance:
             )
         return self._check_model(test, asked, wanted)
 
-    def _wanted(self, test: Test, given: Mapping[str, Any]) -> tuple[CheckSettings, list[CheckedSchedule]]:
+    def _wanted(
+        self, test: RunningTest, given: Mapping[str, Any]
+    ) -> tuple[CheckSettings, list[CheckedSchedule]]:
         marked = {name: value for name, value in test.marked.items() if name != "op"}
         asked = CheckSettings.of(
             {**marked, **{n: v for n, v in given.items() if v is not None}}, self._defaults
@@ -181,7 +183,9 @@ class BatchInvariance:
                 )
         return asked, [test.composition]
 
-    def _check_model(self, test: Test, asked: CheckSettings, wanted: Sequence[CheckedSchedule]) -> Checked:
+    def _check_model(
+        self, test: RunningTest, asked: CheckSettings, wanted: Sequence[CheckedSchedule]
+    ) -> PassedCheck:
         from .invariance import CheckLocation, ModelCheck, prepared
 
         subjects, recorded = self._opened()
@@ -209,7 +213,7 @@ class BatchInvariance:
         failures: Sequence[CheckFailure],
         tally: CheckCounts,
         name: str,
-    ) -> Checked:
+    ) -> PassedCheck:
         self.tally.add(tally)
         names = tuple(each.name for each in wanted)
         if failures:
@@ -224,7 +228,7 @@ class BatchInvariance:
                     full=self._defaults.full,
                 )
             )
-        return Checked(names, tally.rows, sum(tally.sites.values()), tally.tokens, tally.seconds)
+        return PassedCheck(names, tally.rows, sum(tally.sites.values()), tally.tokens, tally.seconds)
 
     def _opened(self) -> tuple[CheckedEngines, RecordedRuns]:
         """What a session shares, made when a model is first checked."""
@@ -235,7 +239,7 @@ class BatchInvariance:
             self._shared = CheckedEngines(), RecordedRuns(Path(self._folder.name))
         return self._shared
 
-    def _current(self) -> Test:
+    def _current(self) -> RunningTest:
         if self._test is None:
             raise NotChecked(
                 "there is no running test that this check could belong to; call it in a test or a fixture"
@@ -244,7 +248,7 @@ class BatchInvariance:
 
     # What the plugin calls.
 
-    def begin(self, test: Test) -> None:
+    def begin(self, test: RunningTest) -> None:
         """From here on checks belong to ``test``."""
         self._test = test
         self._keeper = None

@@ -510,7 +510,7 @@ def _same_kinds(alone: Trace, composed: Trace, label: str) -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class Composed:
+class CheckedComposition:
     """One composition of an engine's requests: the divergence of each of its runs from the same requests alone, with the
     words that tell it from the others, and ``why`` it is not let through."""
 
@@ -546,7 +546,7 @@ def check_engine(
     level: str = EXACT,
     *,
     seeds: Sequence[int] = (0,),
-) -> list[Composed]:
+) -> list[CheckedComposition]:
     """Each request alone against the same request in every composition: what was found in each, in their order.
 
     ``engine`` is an Engine, an object or function that generates, or a causal language model of transformers.
@@ -580,7 +580,7 @@ def check_engine(
         return [replace(each, why=again[0].why) for each in found] if again else found
 
 
-def check_scenario(engine: Any, scenario: Scenario, level: str = EXACT) -> Composed:
+def check_scenario(engine: Any, scenario: Scenario, level: str = EXACT) -> CheckedComposition:
     """Each request of one whole batch, such as `detdiff.strategies` draws, alone against the same request in it.
 
     The scenario's requests have token ids; its model and what else it says of a run are not the engine's. Raises what
@@ -598,6 +598,10 @@ def check_scenario(engine: Any, scenario: Scenario, level: str = EXACT) -> Compo
         return _composed(scenario.schedule.kind, subject.label, [(run, check.seen_of(run, alone))])
 
 
-def _composed(name: str, engine: str, runs: Sequence[tuple[CompositionRun, ComparedRun]]) -> Composed:
+def _composed(
+    name: str, engine: str, runs: Sequence[tuple[CompositionRun, ComparedRun]]
+) -> CheckedComposition:
     divergences = tuple((run.name, seen.divergence) for run, seen in runs if seen.divergence is not None)
-    return Composed(name, engine, divergences, tuple(why for _, seen in runs for why in seen.ruling.why))
+    return CheckedComposition(
+        name, engine, divergences, tuple(why for _, seen in runs for why in seen.ruling.why)
+    )

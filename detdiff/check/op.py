@@ -16,7 +16,7 @@ from detdiff.probe import Function, Probe, probe
 from detdiff.probe.chart import spans_of
 from detdiff.probe.operation import ProbedOperation
 from detdiff.probe.run import SEEDS
-from detdiff.probe.sweep import ChangedRows, Content, kept_rows
+from detdiff.probe.sweep import ChangedRows, RowContent, kept_rows
 from detdiff.probe.targets import DEFAULT_K, LIBRARIES
 from detdiff.report.words import count, escaped
 from detdiff_kernels.rounding import DTYPES, Float32
@@ -250,7 +250,7 @@ def _again(
     kind: str, target: Function, found: Probe, seed: int, rows: int, position: int
 ) -> Iterator[ElementDifference]:
     operation = target.operation(seed)
-    content = Content.of_seed(seed, found.rows[-1], operation)
+    content = RowContent.of_seed(seed, found.rows[-1], operation)
     for plain, other, at in _pairs(kind, operation, content, rows, position):
         a, b = (
             Values(values.data[place], values.dtype) for values, place in ((plain, at), (other, position))
@@ -278,7 +278,7 @@ def _again(
 
 
 def _pairs(
-    kind: str, operation: ProbedOperation, content: Content, rows: int, position: int
+    kind: str, operation: ProbedOperation, content: RowContent, rows: int, position: int
 ) -> Iterator[tuple[Values, Values, int]]:
     """Two runs whose rows should be equal: at a place of the first, and at ``position`` of the second."""
 

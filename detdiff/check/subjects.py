@@ -120,7 +120,7 @@ def _forget(objects: dict[int, Any], id_: int) -> Callable[[Any], None]:
 
 
 @dataclass(frozen=True, eq=False)
-class Base:
+class SerialRun:
     """The serial run of a workload. ``fresh`` says that it was recorded for the check that asked for it."""
 
     trace: Trace
@@ -135,14 +135,14 @@ class RecordedRuns:
         self._count = 0
         self._bases: dict[tuple[Any, str], Trace] = {}
 
-    def base(self, subject: CheckedEngine, scenario: Scenario, *, again: bool = False) -> Base:
+    def base(self, subject: CheckedEngine, scenario: Scenario, *, again: bool = False) -> SerialRun:
         """The run of ``scenario``, from an earlier check where there is one, unless it is to be recorded ``again``."""
         key = (subject.key, scenario.to_toml())
         known = self._bases.get(key)
         if known is not None and not again:
-            return Base(known, False)
+            return SerialRun(known, False)
         self._bases[key] = self.run(subject, scenario)
-        return Base(self._bases[key], True)
+        return SerialRun(self._bases[key], True)
 
     def run(self, subject: CheckedEngine, scenario: Scenario, *, warm: bool = False) -> Trace:
         """Record ``scenario`` on an engine that was reset, where it can be, unless it is to be ``warm``. Raises what recording

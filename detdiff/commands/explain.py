@@ -40,7 +40,7 @@ def explained(
     """The verdict on what was asked for. Raises CommandError and what reading, recording and running raise."""
     found = sides(replace(asked, replay=True))
     engines = Engines()
-    with recorded(found, asked.keep, progress, engines) as traces, Bars(progress) as bars:
+    with recorded(found, asked.keep, progress, engines) as traces, ProgressBars(progress) as bars:
         return verdict_on(traces, found, asked, engines, bars, controls, budget, repeats)
 
 
@@ -78,7 +78,7 @@ def verdict_on(
     found: tuple[Side, Side],
     asked: ComparisonArguments,
     engines: Engines,
-    bars: Bars,
+    bars: ProgressBars,
     controls: Sequence[str] = (),
     budget: int | None = None,
     repeats: int | None = None,
@@ -107,7 +107,7 @@ def _scenario(side: Side) -> Scenario:
     return Scenario.from_dict(side.source.scenario, where=f"the scenario of {side.given}")
 
 
-class Bars:
+class ProgressBars:
     """One progress bar after the other."""
 
     def __init__(self, progress: Progress) -> None:
@@ -115,7 +115,7 @@ class Bars:
         self._stack = ExitStack()
         self._bar: OnToken | None = None
 
-    def __enter__(self) -> Bars:
+    def __enter__(self) -> ProgressBars:
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -66,7 +66,7 @@ class ProbeArguments:
 
 
 @dataclass(frozen=True)
-class Swept:
+class ShapeProbe:
     """One probe of a model's sweep, and the sites that it stands for."""
 
     shape: str
@@ -75,7 +75,7 @@ class Swept:
     probe: Probe
 
 
-def answer(asked: ProbeArguments, progress: Progress) -> Probe | list[Swept]:
+def answer(asked: ProbeArguments, progress: Progress) -> Probe | list[ShapeProbe]:
     """Probes what is asked for: one target, or each linear shape of a model. Raises ProbeError and ModelError."""
     asked.check()
     # What a function of the user's prints must not end up in the answer.
@@ -83,12 +83,12 @@ def answer(asked: ProbeArguments, progress: Progress) -> Probe | list[Swept]:
         return _answer(asked, progress)
 
 
-def _answer(asked: ProbeArguments, progress: Progress) -> Probe | list[Swept]:
+def _answer(asked: ProbeArguments, progress: Progress) -> Probe | list[ShapeProbe]:
     if asked.model is None or asked.site is not None:
         return _run(_target(asked), asked, progress, "probe")
     found = list(_shapes(asked, asked.model))
     return [
-        Swept(shape, op, sites, _run(first, asked, progress, f"probe {place + 1}/{len(found)}"))
+        ShapeProbe(shape, op, sites, _run(first, asked, progress, f"probe {place + 1}/{len(found)}"))
         for place, (shape, op, sites, first) in enumerate(found)
     ]
 
@@ -137,18 +137,18 @@ def _run(target: ProbeTarget, asked: ProbeArguments, progress: Progress, label: 
         return probe(target, rows=rows, seeds=asked.seeds, timed=asked.timed, progress=on_rows)
 
 
-def invariant(found: Probe | list[Swept]) -> bool:
+def invariant(found: Probe | list[ShapeProbe]) -> bool:
     """Nothing but a row's own content changed its bits, in any probe."""
     return found.invariant if isinstance(found, Probe) else all(one.probe.invariant for one in found)
 
 
-def write_chart(found: Probe | list[Swept], path: Path) -> None:
+def write_chart(found: Probe | list[ShapeProbe], path: Path) -> None:
     """Writes the SVG; raises OSError."""
     probes = [found] if isinstance(found, Probe) else [one.probe for one in found]
     path.write_text(chart(probes), encoding="utf-8")
 
 
-def answer_json(found: Probe | list[Swept]) -> dict[str, Any]:
+def answer_json(found: Probe | list[ShapeProbe]) -> dict[str, Any]:
     """The answer as JSON values; ``docs/probe.md`` lists the keys."""
     if isinstance(found, Probe):
         return found.to_json()
@@ -159,7 +159,7 @@ def answer_json(found: Probe | list[Swept]) -> dict[str, Any]:
     return {"schema": SWEEP, "invariant": invariant(found), "shapes": shapes}
 
 
-def answer_text(found: Probe | list[Swept], *, width: int = 100) -> str:
+def answer_text(found: Probe | list[ShapeProbe], *, width: int = 100) -> str:
     """The answer as text, at most ``width`` columns wide where tables allow."""
     return plain(_probe(found) if isinstance(found, Probe) else _sweep(found), width=width)
 
@@ -286,7 +286,7 @@ def _time_fact(found: Probe) -> str:
     return f"{fact}{dearer} ({times[0].rounds} rounds, all M taking turns)"
 
 
-def _sweep(found: Sequence[Swept]) -> Iterator[Block]:
+def _sweep(found: Sequence[ShapeProbe]) -> Iterator[Block]:
     first = found[0].probe
     yield Prose(
         f"{count(len(found), 'linear shape')} on {escaped(first.on)}, rows {LAYOUTS[first.layout]}, M = "

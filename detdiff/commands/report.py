@@ -20,7 +20,7 @@ from detdiff.errors import CommandError, DetdiffError, Interrupted, TraceError
 from detdiff.report.build import build
 from detdiff.report.document import Report
 from detdiff.report.index import IndexEntry, index_html, index_text
-from detdiff.report.saved import Saved, read_saved
+from detdiff.report.saved import SavedAnswer, read_saved
 from detdiff.report.words import escaped
 from detdiff.trace import Trace
 from detdiff.trace.header import HEADER
@@ -141,7 +141,7 @@ Pair = tuple[Trace, Trace]
 
 
 @dataclass(frozen=True)
-class Why:
+class ReportOptions:
     """How far to go: run both sides again for values (``replay``), or run the controls (``explain``), at most ``budget``
     re-runs."""
 
@@ -159,7 +159,9 @@ class ReportWithTraces:
 
 
 @contextmanager
-def reported(asked: ComparisonArguments, why: Why, progress: Progress) -> Iterator[ReportWithTraces]:
+def reported(
+    asked: ComparisonArguments, why: ReportOptions, progress: Progress
+) -> Iterator[ReportWithTraces]:
     """The report of what was asked for; its traces can be read inside the block.
 
     Raises CommandError for arguments that do not go together, AnswerError for a file that holds no answer, and what
@@ -175,11 +177,11 @@ def reported(asked: ComparisonArguments, why: Why, progress: Progress) -> Iterat
     found = sides(replace(asked, replay=asked.replay or why.replay or why.explain))
     with ExitStack() as stack:
         if why.explain:
-            from detdiff.commands.explain import Bars, verdict_on
+            from detdiff.commands.explain import ProgressBars, verdict_on
 
             engines = Engines()
             traces = stack.enter_context(recorded(found, asked.keep, progress, engines))
-            with Bars(progress) as bars:
+            with ProgressBars(progress) as bars:
                 verdict = verdict_on(traces, found, asked, engines, bars, budget=why.budget)
             divergence = verdict.divergence
             if why.replay and divergence is not None:
@@ -195,7 +197,7 @@ def reported(asked: ComparisonArguments, why: Why, progress: Progress) -> Iterat
 
 
 def _divergence(
-    traces: Pair, found: tuple[Side, Side], asked: ComparisonArguments, why: Why, progress: Progress
+    traces: Pair, found: tuple[Side, Side], asked: ComparisonArguments, why: ReportOptions, progress: Progress
 ) -> Divergence:
     answer = compare(*traces, across_models=asked.across_models)
     if why.replay:
@@ -219,7 +221,7 @@ def _is_answer(path: Path) -> bool:
         return file.read(64).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"{")
 
 
-def _check_budget(why: Why) -> None:
+def _check_budget(why: ReportOptions) -> None:
     if why.budget is not None and not why.explain:
         raise CommandError(
             f"--budget {why.budget} says how many re-runs the controls may take, and only --explain runs any. Add --explain, "
@@ -227,7 +229,7 @@ def _check_budget(why: Why) -> None:
         )
 
 
-def _check_saved(asked: ComparisonArguments, why: Why, answer: Path) -> None:
+def _check_saved(asked: ComparisonArguments, why: ReportOptions, answer: Path) -> None:
     if len(asked.files) > 1:
         raise CommandError(
             f"{answer} holds an answer, which is of two sides already, and there is another file beside it. Name the answer alone, "
@@ -240,13 +242,13 @@ def _check_saved(asked: ComparisonArguments, why: Why, answer: Path) -> None:
         )
 
 
-def how_to_run(asked: ComparisonArguments, why: Why) -> bool:
+def how_to_run(asked: ComparisonArguments, why: ReportOptions) -> bool:
     """Whether anything says what to run, or how."""
     run = asked.a or asked.b or asked.both.strip() or asked.prompts or asked.model or asked.keep
     return bool(run) or why.replay or why.explain or why.budget is not None
 
 
-def opened_answer(saved: Saved, told: str, *, partial: bool = False) -> ReportWithTraces:
+def opened_answer(saved: SavedAnswer, told: str, *, partial: bool = False) -> ReportWithTraces:
     """The report of a saved answer; pictures are drawn where it holds them or its traces are still there. ``partial`` reads
     what is left of damaged ones."""
     divergence, verdict, drawn = saved.divergence, saved.verdict, saved.series
@@ -367,7 +369,7 @@ def is_folder(asked: ComparisonArguments) -> bool:
     return len(asked.files) == 1 and asked.files[0].is_dir() and not (asked.files[0] / HEADER).exists()
 
 
-def gathered(asked: ComparisonArguments, why: Why, wanted: ReportOutputs, width: int) -> list[str]:
+def gathered(asked: ComparisonArguments, why: ReportOptions, wanted: ReportOutputs, width: int) -> list[str]:
     """Write an index at ``wanted.html`` with a page for each comparison beside it, and say in lines what there is.
 
     Raises CommandError where the folder holds no comparison, or for options that are of one comparison; what cannot be read

@@ -15,7 +15,7 @@ from detdiff_kernels.attention import Attention
 from detdiff_kernels.attention_order import Dealt, Streams, Tiles, Unfused
 from detdiff_kernels.rounding import rounded
 
-from .bounds import Bounded, output_rounded
+from .bounds import BoundedOutputs, output_rounded
 from .roundings import FLUSHED, LARGEST, SMALLEST, U32, UNIT, Arithmetic, Float64, growth
 
 _DOUBLE = 2.0**-52
@@ -39,14 +39,16 @@ class AttentionOperation:
     sinks: Float64 | None = None
     key_size: Float64 | None = None
     value_size: Float64 | None = None
-    roundings: Attending | None = None
+    roundings: AttentionRoundings | None = None
 
-    def bounded(self, arithmetic: Arithmetic) -> Bounded:
+    def bounded(self, arithmetic: Arithmetic) -> BoundedOutputs:
         rows, heads, width = self.q.shape
         kv_heads, keys, value_width = self.values.shape
         quantised = self.key_size is not None
         own = self.roundings or attending(arithmetic, rows, keys, width, heads, kv_heads, quantised)
-        plain = Attending((), (), ((width + 3, "float32"),), (), 3, 0, 1, ((2 * keys + 4, "float32"),))
+        plain = AttentionRoundings(
+            (), (), ((width + 3, "float32"),), (), 3, 0, 1, ((2 * keys + 4, "float32"),)
+        )
         out = np.empty((4, rows, heads, value_width))
         empty = np.zeros((rows, heads, value_width), np.bool_)
         unbounded = np.zeros((rows, heads, value_width), np.bool_)
@@ -55,7 +57,7 @@ class AttentionOperation:
             for at in range(0, rows, step):
                 part = slice(at, at + step)
                 bias = self.bias[head if len(self.bias) > 1 else 0, part]
-                found = _Head(self, head, part, bias, arithmetic.dtype)
+                found = _HeadRows(self, head, part, bias, arithmetic.dtype)
                 out[0][part, head] = found.exact
                 out[1][part, head], unbounded[part, head] = found.bound(own)
                 out[2][part, head], _ = found.bound(plain)
@@ -72,7 +74,7 @@ class AttentionOperation:
             f"attention: sum pi |v - out| (exp(score error) - 1) + sums' roundings ({_words(own.sums)}) sum pi |v|, scores "
             f"{_words(own.score)}, output rounding"
         )
-        return Bounded(exact, bound, yardstick, scale, unbounded | over, text)
+        return BoundedOutputs(exact, bound, yardstick, scale, unbounded | over, text)
 
 
 def _words(counts: Iterable[Count]) -> str:
@@ -87,7 +89,7 @@ def _tiny(counts: Iterable[Count]) -> float:
     return sum(count * SMALLEST[dtype] for count, dtype in counts)
 
 
-class _Head:
+class _HeadRows:
     """Some rows of one head: scores (rows, keys), weights that sum to one, outputs (rows, Dv)."""
 
     def __init__(
@@ -121,7 +123,7 @@ class _Head:
             self.exact = np.where(self.not_finite, np.nan, self.pi @ self.seen)
             self.scale = np.sqrt(np.square(self.pi) @ np.square(self.seen)) + np.abs(self.exact)
 
-    def bound(self, own: Attending) -> tuple[Float64, NDArray[np.bool_]]:
+    def bound(self, own: AttentionRoundings) -> tuple[Float64, NDArray[np.bool_]]:
         """The error before the output is rounded, (rows, Dv), and where it may be infinite or NaN."""
         op = self.op
         with np.errstate(invalid="ignore", over="ignore"):
@@ -167,7 +169,7 @@ class _Head:
                 bound += self._running(own.running, weighed, 2 * spread)
         return bound, self._overflows(own, counted) | self.not_finite
 
-    def _score_error(self, own: Attending) -> Float64:
+    def _score_error(self, own: AttentionRoundings) -> Float64:
         """How far a score can be from the exact one, (rows, keys)."""
         op = self.op
         keys = np.abs(op.keys[self.kv]) if op.key_size is None else op.key_size[self.kv]
@@ -204,7 +206,7 @@ class _Head:
         found: Float64 = (1 + unit) ** (2 * steps) * (once + unit * scaled) + 2 * steps * tiny
         return found
 
-    def _staged(self, own: Attending) -> Float64:
+    def _staged(self, own: AttentionRoundings) -> Float64:
         """What rounding the query, or its product with the scale to the dtype, does to scores, (rows, keys)."""
         if own.rounded:
             query = rounded(self.q.astype(np.float32), own.rounded).astype(np.float64)
@@ -217,7 +219,7 @@ class _Head:
         staged: Float64 = (query - self.op.scale * self.q) @ np.nan_to_num(self.op.keys[self.kv]).T
         return np.asarray(np.nan_to_num(staged), np.float64)
 
-    def _values(self, own: Attending) -> Float64:
+    def _values(self, own: AttentionRoundings) -> Float64:
         """What staging the values leads to, at most that of the largest one."""
         if not own.cached:
             return np.zeros_like(self.exact)
@@ -225,7 +227,7 @@ class _Head:
         most = np.where(self.attended[:, :, None], size[None], 0.0).max(axis=1, initial=0.0)
         return np.asarray(_grown(own.cached) * most + _tiny(own.cached), np.float64)
 
-    def _overflows(self, own: Attending, counted: Float64) -> NDArray[np.bool_]:
+    def _overflows(self, own: AttentionRoundings, counted: Float64) -> NDArray[np.bool_]:
         """Where a query, a score, a key or a sum may pass the largest number of the dtype that holds it."""
         op = self.op
         keys = np.abs(op.keys[self.kv]) if op.key_size is None else op.key_size[self.kv]
@@ -245,7 +247,7 @@ Count = tuple[int, str]
 
 
 @dataclass(frozen=True)
-class Attending:
+class AttentionRoundings:
     """The roundings of one attention kernel.
 
     ``query`` and ``cached`` stage the operands: roundings of each item of the query, and of keys and values.
@@ -275,7 +277,7 @@ class Attending:
 
 def attending(
     arithmetic: Arithmetic, rows: int, keys: int, width: int, heads: int, kv_heads: int, quantised: bool
-) -> Attending:
+) -> AttentionRoundings:
     """The roundings of ``rows`` query rows over ``keys`` positions; ``quantised``: keys and values are codes.
 
     Raises OracleRefused where the kernel of a native path is not known.
@@ -318,13 +320,13 @@ def _native_kernel(
     return chosen.kernel
 
 
-def _mlx_cpu(dtype: str, keys: int, width: int) -> Attending:
+def _mlx_cpu(dtype: str, keys: int, width: int) -> AttentionRoundings:
     """Operations of their own, each result in the dtype, sums in float32 in any order.
 
     Read in ml-explore/mlx 0017d3c mlx/fast.cpp scaled_dot_product_attention, fallback, 027ef87 mlx/backend/cpu/softmax.cpp
     softmax and 2c5fe62 mlx/backend/cpu/simd/math.h exp: a factor log2 e, a floor, and a polynomial of six steps.
     """
-    return Attending(
+    return AttentionRoundings(
         query=(),
         cached=(),
         score=((width + 1, "float32"),),
@@ -338,12 +340,12 @@ def _mlx_cpu(dtype: str, keys: int, width: int) -> Attending:
     )
 
 
-def _quantised(dtype: str, keys: int, width: int) -> Attending:
+def _quantised(dtype: str, keys: int, width: int) -> AttentionRoundings:
     """mlx-lm's attention over a quantised cache: both products are quantised ones, whose sums are in the dtype on a CPU.
 
     Read in mlx-lm 0.32.2 models/base.py quantized_scaled_dot_product_attention.
     """
-    return Attending(
+    return AttentionRoundings(
         query=(),
         cached=((3, dtype),),
         score=((width + 1, dtype),),
@@ -357,12 +359,12 @@ def _quantised(dtype: str, keys: int, width: int) -> Attending:
     )
 
 
-def _unfused(order: Unfused, dtype: str, keys: int, width: int) -> Attending:
+def _unfused(order: Unfused, dtype: str, keys: int, width: int) -> AttentionRoundings:
     threads = order.round // 4
     rounds = ceil((keys + 1) / order.round)
     # A thread's own sum (four a round, and a factor between rounds), two trees, and the evening out.
     sums = 4 * rounds + 2 * rounds + 10 + 6 + threads // 32 // 16
-    return Attending(
+    return AttentionRoundings(
         query=(),
         cached=(),
         score=((width + 1, "float32"),),
@@ -376,7 +378,7 @@ def _unfused(order: Unfused, dtype: str, keys: int, width: int) -> Attending:
     )
 
 
-def _streams(order: Streams, dtype: str, keys: int, width: int) -> Attending:
+def _streams(order: Streams, dtype: str, keys: int, width: int) -> AttentionRoundings:
     # The fewest blocks there can be have the longest streams, the most the longest sum of blocks.
     fewest, most = (order.blocks, order.blocks) if order.blocks else (32, 1024)
     stream = ceil(keys / (fewest * order.in_block)) + 1
@@ -384,7 +386,7 @@ def _streams(order: Streams, dtype: str, keys: int, width: int) -> Attending:
     # A key multiplies what is there by a power, and is added by an FMA; its own product rounds too. The sum of the
     # weights goes the same way.
     total = 2 * (3 * stream + joins)
-    return Attending(
+    return AttentionRoundings(
         query=((4, "float32"),),
         cached=(),
         score=((ceil(width / 32) + 7, "float32"),),
@@ -397,7 +399,7 @@ def _streams(order: Streams, dtype: str, keys: int, width: int) -> Attending:
     )
 
 
-def _tiles(order: Tiles, dtype: str, keys: int, width: int) -> Attending:
+def _tiles(order: Tiles, dtype: str, keys: int, width: int) -> AttentionRoundings:
     size = order.size(width)
     tiles = ceil(keys / size) + 1
     query: tuple[Count, ...] = ()
@@ -408,7 +410,7 @@ def _tiles(order: Tiles, dtype: str, keys: int, width: int) -> Attending:
     splits = 128 if order.sms is not None else 0
     weights_sum = keys // 4 + size if order.sums == "quads" else tiles + size // 8 + 3
     half = order.half_output and dtype == "bfloat16"
-    return Attending(
+    return AttentionRoundings(
         query=query,
         cached=(),
         score=((width + 3, "float32"),),
@@ -423,14 +425,14 @@ def _tiles(order: Tiles, dtype: str, keys: int, width: int) -> Attending:
     )
 
 
-def _dealt(order: Dealt, dtype: str, keys: int, width: int) -> Attending:
+def _dealt(order: Dealt, dtype: str, keys: int, width: int) -> AttentionRoundings:
     teams = max(order.teams(width), 1)
     turns = ceil(ceil(keys / order.block) / order.workgroups) + 1
     # In a block: a chain of a team, the teams' halving, the product with the power and the sum with it.
     numerator = order.block // teams + 2 + 3 * turns
     denominator = 5 + 2 * turns
     joins = 2 * 3 + 2 + 5 + 2
-    return Attending(
+    return AttentionRoundings(
         query=((1, "float16"),) if dtype != "float16" else (),
         cached=((1, "float16"),) if dtype == "bfloat16" else (),
         score=((width // 4 + 8, "float32"),),

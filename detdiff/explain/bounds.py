@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from detdiff.errors import OracleRefused
 from detdiff_kernels.weights import Affine, Blocks, Dense, Weight
 
-from .roundings import LARGEST, SMALLEST, U32, UNIT, Arithmetic, Float64, Op, Sums, growth
+from .roundings import LARGEST, SMALLEST, U32, UNIT, Arithmetic, Float64, LinearRoundings, Op, growth
 
 _DOUBLE = 2.0**-52
 _CODES = 127.0
@@ -22,7 +22,7 @@ _INFINITE = 65520.0  # the first number that float16 rounds to infinity
 
 
 @dataclass(frozen=True, eq=False)
-class Bounded:
+class BoundedOutputs:
     """The outputs of an operation in float64, and how far rounding can be from them; arrays of one shape.
 
     ``yardstick`` is the bound of the same operation with float32 sums over operands as they are, whatever the path;
@@ -51,9 +51,9 @@ class Linear:
     quantised: bool = False
     op: Op = "linear"
 
-    def bounded(self, arithmetic: Arithmetic) -> Bounded:
+    def bounded(self, arithmetic: Arithmetic) -> BoundedOutputs:
         sums = arithmetic.sums(self.weight, len(self.x), quantised=self.quantised, op=self.op)
-        plain = Sums("float32", "dtype", self.weight.k + 1, 0, 0, False, self.weight)
+        plain = LinearRoundings("float32", "dtype", self.weight.k + 1, 0, 0, False, self.weight)
         own, exact, yardstick, scale = np.empty((4, len(self.x), self.weight.n))
         for at in range(0, self.weight.n, _BLOCK):
             part = slice(at, min(at + _BLOCK, self.weight.n))
@@ -75,7 +75,7 @@ class Linear:
         text = (
             f"linear: ((1 + u)^n - 1) sum |x||w|, {order}, weights as {sums.weights}{staged}, output rounding"
         )
-        return Bounded(exact, bound, yardstick, scale, unbounded, text)
+        return BoundedOutputs(exact, bound, yardstick, scale, unbounded, text)
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,8 +88,8 @@ class Switch:
     biases: tuple[Float64 | None, ...]
     quantised: bool = False
 
-    def bounded(self, arithmetic: Arithmetic) -> Bounded:
-        parts: list[tuple[NDArray[np.int64], Bounded]] = []
+    def bounded(self, arithmetic: Arithmetic) -> BoundedOutputs:
+        parts: list[tuple[NDArray[np.int64], BoundedOutputs]] = []
         for expert in np.unique(self.chosen).tolist():
             mine = np.flatnonzero(self.chosen == expert)
             one = Linear(self.x[mine], self.weights[expert], self.biases[expert], self.quantised, "switch")
@@ -101,7 +101,7 @@ class Switch:
         shape = (len(self.x), self.weights[0].n)
         exact, bound, yardstick, scale = np.empty((4, *shape))
         text = parts[0][1].text.replace("linear", "switch", 1)
-        whole = Bounded(exact, bound, yardstick, scale, np.empty(shape, np.bool_), text)
+        whole = BoundedOutputs(exact, bound, yardstick, scale, np.empty(shape, np.bool_), text)
         for mine, part in parts:
             for name in ("exact", "bound", "yardstick", "scale", "unbounded"):
                 getattr(whole, name)[mine] = getattr(part, name)
@@ -116,7 +116,7 @@ class Embedding:
     weight: Weight
     quantised: bool = False
 
-    def bounded(self, arithmetic: Arithmetic) -> Bounded:
+    def bounded(self, arithmetic: Arithmetic) -> BoundedOutputs:
         chosen = exact_weight(self.weight, self.ids)
         if not self.quantised:
             return exactly(chosen, "embedding: the weight's rows, bit for bit")
@@ -126,7 +126,7 @@ class Embedding:
         bound = growth((roundings, arithmetic.unit)) * size + roundings * arithmetic.smallest
         unbounded = np.abs(chosen) + bound >= arithmetic.largest
         text = f"embedding: {roundings} roundings to {arithmetic.dtype} of |scale| code + |bias|"
-        return Bounded(chosen, bound, bound, size, unbounded, text)
+        return BoundedOutputs(chosen, bound, bound, size, unbounded, text)
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,15 +135,15 @@ class Copied:
 
     expected: Float64
 
-    def bounded(self, arithmetic: Arithmetic) -> Bounded:
+    def bounded(self, arithmetic: Arithmetic) -> BoundedOutputs:
         return exactly(self.expected, "the same numbers, bit for bit: nothing is computed here")
 
 
-def exactly(expected: Float64, text: str) -> Bounded:
+def exactly(expected: Float64, text: str) -> BoundedOutputs:
     """A bound of nothing."""
     none = np.zeros(expected.shape)
     scale = np.abs(expected) + (expected == 0)
-    return Bounded(expected, none, none, scale, np.zeros(expected.shape, np.bool_), text)
+    return BoundedOutputs(expected, none, none, scale, np.zeros(expected.shape, np.bool_), text)
 
 
 def output_rounded(
@@ -194,7 +194,7 @@ def _scaled(
     return scale * codes, -shift if parts.minima is not None else shift
 
 
-def _sum_bound(x: Float64, sums: Sums, dtype: str) -> tuple[Float64, Float64]:
+def _sum_bound(x: Float64, sums: LinearRoundings, dtype: str) -> tuple[Float64, Float64]:
     """The error before the output is rounded, and the exact sums, both (m, n)."""
     weight = sums.block
     w = exact_weight(weight)
@@ -222,7 +222,7 @@ def _sum_bound(x: Float64, sums: Sums, dtype: str) -> tuple[Float64, Float64]:
     return error, exact
 
 
-def _part(sums: Sums, outputs: slice) -> Sums:
+def _part(sums: LinearRoundings, outputs: slice) -> LinearRoundings:
     return replace(sums, block=sums.block.part(outputs.start, outputs.stop))
 
 
@@ -238,7 +238,7 @@ def _codes(weight: Weight) -> Float64:
     return np.abs(weight.unpacked().codes.astype(np.float64))
 
 
-def _weight_error(sums: Sums, dtype: str, w: Float64, size: Float64) -> Float64:
+def _weight_error(sums: LinearRoundings, dtype: str, w: Float64, size: Float64) -> Float64:
     """How far the staged weights can be from the numbers that the weight stands for."""
     form, weight = sums.weights, sums.block
     unit, tiny = UNIT[dtype], SMALLEST[dtype]
@@ -273,7 +273,7 @@ def _sixteenth_error(weight: Blocks) -> Float64:
     return lost if parts.scales is None else lost * np.repeat(np.abs(parts.scales), parts.inner, axis=1)
 
 
-def _input_error(x: Float64, sums: Sums) -> tuple[Float64, bool]:
+def _input_error(x: Float64, sums: LinearRoundings) -> tuple[Float64, bool]:
     """How far the staged inputs can be from the given ones, and whether sums of blocks are float16."""
     if sums.inputs == "dtype":
         return np.zeros_like(x), False
@@ -294,7 +294,7 @@ def _input_error(x: Float64, sums: Sums) -> tuple[Float64, bool]:
     return error, True
 
 
-def _underflow(sums: Sums, dtype: str, held: Float64, k: int) -> Float64:
+def _underflow(sums: LinearRoundings, dtype: str, held: Float64, k: int) -> Float64:
     """What results below the normal numbers lose: one step each, times what still multiplies it."""
     places = 4096.0 if sums.split else 1.0
     lost: Float64 = sums.flushed * (8.0 * k + places * held.sum(axis=1))
@@ -303,7 +303,9 @@ def _underflow(sums: Sums, dtype: str, held: Float64, k: int) -> Float64:
     return lost
 
 
-def _overflows(sums: Sums, dtype: str, given: Float64, whole: Float64, held: Float64) -> NDArray[np.bool_]:
+def _overflows(
+    sums: LinearRoundings, dtype: str, given: Float64, whole: Float64, held: Float64
+) -> NDArray[np.bool_]:
     """Where a sum on the way can pass the largest number of what holds it."""
     limit = LARGEST[dtype] if sums.dtype else LARGEST["float32"]
     over = ~(whole < limit)
@@ -339,7 +341,7 @@ class Norm:
     weight_unit: float = 0.0
     gate: Float64 | None = None
 
-    def bounded(self, arithmetic: Arithmetic) -> Bounded:
+    def bounded(self, arithmetic: Arithmetic) -> BoundedOutputs:
         n = self.x.shape[-1]
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
             centred, off = self._centred()
@@ -364,7 +366,9 @@ class Norm:
             f"{self.form} norm: mean square of {n} ((1 + u)^{n + 4} - 1), half of it in the root, root {_ROOT} u, products in "
             f"{arithmetic.dtype}, output rounding"
         )
-        return Bounded(exact, bound, yardstick, np.abs(exact) + SMALLEST[arithmetic.dtype], unbounded, text)
+        return BoundedOutputs(
+            exact, bound, yardstick, np.abs(exact) + SMALLEST[arithmetic.dtype], unbounded, text
+        )
 
     def _centred(self) -> tuple[Float64, Float64]:
         if self.form == "rms":
@@ -419,7 +423,7 @@ class Rope:
     multiplier: float = 1.0
     chained: bool = False
 
-    def bounded(self, arithmetic: Arithmetic) -> Bounded:
+    def bounded(self, arithmetic: Arithmetic) -> BoundedOutputs:
         if arithmetic.backend != "cpu":
             raise OracleRefused(
                 f"RoPE on {arithmetic.backend} uses the device's fast sine and cosine, for which no error is published outside "
@@ -460,7 +464,7 @@ class Rope:
             f"rope: |x| times the angle's error (up to {float(off.max(initial=0.0)):.1e}), sine and cosine 4 u, products in "
             f"{arithmetic.dtype}, output rounding"
         )
-        return Bounded(exact, bound, yardstick, size + SMALLEST[arithmetic.dtype], unbounded, text)
+        return BoundedOutputs(exact, bound, yardstick, size + SMALLEST[arithmetic.dtype], unbounded, text)
 
     def _angles(self) -> tuple[Float64, Float64]:
         """The angles (rows, dims / 2), and how far float32 can be from them."""

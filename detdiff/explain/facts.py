@@ -15,7 +15,7 @@ from .control import Control, Figures
 from .verdict import Evidence
 
 if TYPE_CHECKING:
-    from .controls.oracle import OracleFound
+    from .controls.oracle import OracleFigures
 
 F = TypeVar("F", bound=Figures)
 
@@ -131,11 +131,11 @@ class Facts:
         return next((c.detail for c in self.controls.values() if isinstance(c.detail, kind)), None)
 
     @property
-    def oracle(self) -> OracleFound | None:
+    def oracle(self) -> OracleFigures | None:
         """What the oracle found."""
-        from .controls.oracle import OracleFound
+        from .controls.oracle import OracleFigures
 
-        return self.figures(OracleFound)
+        return self.figures(OracleFigures)
 
     def result(self, control: str) -> str:
         """A control's result; ``not_run`` for one that was not asked for."""

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from detdiff.errors import OracleRefused
 
-from .bounds import Bounded, Linear, Switch
+from .bounds import BoundedOutputs, Linear, Switch
 from .origins import OriginRow, significant
 from .roundings import UNIT, Arithmetic, Float64, numbers
 
@@ -31,7 +31,7 @@ class Operation(Protocol):
     """An operation with what it was given: ``Linear``, ``Switch``, ``Embedding``, ``Copied``, ``AttentionOperation``,
     ``Norm`` or ``Rope``."""
 
-    def bounded(self, arithmetic: Arithmetic) -> Bounded:
+    def bounded(self, arithmetic: Arithmetic) -> BoundedOutputs:
         """Its outputs in float64 and the bound of a path; raises OracleRefused."""
         ...
 
@@ -194,7 +194,7 @@ def _root_mean_square(values: Float64) -> float:
     return float(np.sqrt(np.mean(np.square(values)))) if np.isfinite(values).all() else float("inf")
 
 
-def _precision(errors: Float64, found: Bounded, arithmetic: Arithmetic) -> float:
+def _precision(errors: Float64, found: BoundedOutputs, arithmetic: Arithmetic) -> float:
     """The unit roundoff of operands that would give such errors, without what rounding the output explains."""
     usable: NDArray[np.bool_] = np.isfinite(errors) & (found.scale > 0) & np.isfinite(found.scale)
     if not usable.any():

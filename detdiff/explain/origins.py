@@ -49,7 +49,7 @@ class OriginRow:
         return self.site.kind, self.call_a.path, self.call_b.path
 
 
-class _Listing(Tally):
+class _ListingTally(Tally):
     """A tally that keeps which rows it counted."""
 
     def __init__(self, *args: Any) -> None:
@@ -76,7 +76,7 @@ def origins(a: Trace, b: Trace) -> list[OriginRow]:
             runs.log_b.call_numbers(pairs.b[rows], site.index_b),
         )
 
-    tally = _Listing(ports, pairs, calls)
+    tally = _ListingTally(ports, pairs, calls)
     scanner = Scanner(a, b, ports, pairs)
     for block in scanner.blocks():
         tally.add(block, forward_a)
@@ -251,7 +251,7 @@ def significant(x: Float64, bits: int, *, nearest: bool = True) -> Float64:
 
 
 @dataclass(frozen=True)
-class Seat:
+class RowPlace:
     """Where a row lay in its forward. ``row`` is its batch row when padded and its column when packed; ``tokens`` the
     columns of each batch row, ``rows`` all rows M, padding included; ``chunk`` counts the request's prefill forwards."""
 
@@ -263,7 +263,7 @@ class Seat:
     phase: str
 
 
-CANDIDATES: tuple[tuple[str, Callable[[Seat], bool]], ...] = (
+CANDIDATES: tuple[tuple[str, Callable[[RowPlace], bool]], ...] = (
     ("only rows from 1 on", lambda seat: seat.row >= 1),
     ("only where a forward has one token a row (T = 1)", lambda seat: seat.tokens == 1),
     ("only padded rows", lambda seat: seat.padded),
@@ -271,7 +271,7 @@ CANDIDATES: tuple[tuple[str, Callable[[Seat], bool]], ...] = (
 )
 
 
-def pattern_of(affected: Iterable[Seat], spared: Iterable[Seat]) -> str:
+def pattern_of(affected: Iterable[RowPlace], spared: Iterable[RowPlace]) -> str:
     """What all affected rows have in common and not all spared ones; empty where nothing tells them apart.
 
     Spared rows had equal inputs in both runs too, and equal outputs.
@@ -321,17 +321,17 @@ def pattern(a: Trace, b: Trace, site: str, run: str) -> str:
         hit += block.rows[equal & other].tolist()
         free += block.rows[equal & ~other].tolist()
     trace, rows = (a, pairs.a) if run == "a" else (b, pairs.b)
-    seats = _Seats(trace)
+    seats = _RowPlaces(trace)
     return pattern_of((seats.of(int(rows[n])) for n in hit), (seats.of(int(rows[n])) for n in free))
 
 
-class _Seats:
+class _RowPlaces:
     def __init__(self, trace: Trace) -> None:
         self._forwards = trace.forwards()
         self._index = trace.row_index()
         self._chunks = _chunks(trace)
 
-    def of(self, row: int) -> Seat:
+    def of(self, row: int) -> RowPlace:
         request, forward, position = (
             int(field[row]) for field in (self._index.request, self._index.forward, self._index.position)
         )
@@ -342,7 +342,7 @@ class _Seats:
             inside = 0 <= position - segment["start"] < segment["count"]
             if segment["request"] == request and inside:
                 own = column + position - segment["start"] if line["layout"] == "packed" else segment["slot"]
-                return Seat(
+                return RowPlace(
                     own,
                     int(length),
                     int(slots * length),

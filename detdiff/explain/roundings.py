@@ -61,7 +61,7 @@ _LARGEST_FP8 = 448.0  # of 4-bit codes 6
 
 
 @dataclass(frozen=True)
-class Sums:
+class LinearRoundings:
     """The roundings of one linear kernel on rows of K items.
 
     ``weights`` and ``inputs`` say how these are staged (the words of ``detdiff_kernels.order.Order``); any term passes
@@ -128,7 +128,7 @@ class Arithmetic:
         family, _, name = self.path.partition("/")
         return name if family == "reference" else None
 
-    def sums(self, weight: Weight, rows: int, *, quantised: bool, op: Op = "linear") -> Sums:
+    def sums(self, weight: Weight, rows: int, *, quantised: bool, op: Op = "linear") -> LinearRoundings:
         """The roundings of ``weight`` times ``rows`` rows; ``quantised``: the module holds codes, in whichever mode.
 
         Raises OracleRefused where a native path's kernel is not known, and UnsupportedFormat for a weight that the
@@ -165,7 +165,7 @@ class Arithmetic:
         return chosen.kernel
 
 
-def _mlx_cpu(weight: Weight, dtype: str, quantised: bool) -> Sums:
+def _mlx_cpu(weight: Weight, dtype: str, quantised: bool) -> LinearRoundings:
     """MLX on a CPU: dense products sum in float32 in any order, quantised ones in the activation's dtype.
 
     Read in ml-explore/mlx e8b5931 mlx/backend/cpu/gemms/simd_gemm.h simd_gemm (float sums of float16 and bfloat16) and
@@ -173,11 +173,11 @@ def _mlx_cpu(weight: Weight, dtype: str, quantised: bool) -> Sums:
     vectors, of machines that have it, sums in float32 and stays within this).
     """
     if not quantised:
-        return Sums("dtype", "dtype", weight.k + 1, 0, 0, False, weight)
+        return LinearRoundings("dtype", "dtype", weight.k + 1, 0, 0, False, weight)
     affine = isinstance(weight, Affine)
     form: WeightForm = "dtype_twice" if affine else "float32"
     # A product and a sum for every term; in the other modes a group's scale multiplies its sum.
-    return Sums(
+    return LinearRoundings(
         form,
         "dtype",
         0,
@@ -189,7 +189,9 @@ def _mlx_cpu(weight: Weight, dtype: str, quantised: bool) -> Sums:
     )
 
 
-def sums_of(order: Order, weight: Weight, dtype: str, flushed: float = SMALLEST["float32"]) -> Sums:
+def sums_of(
+    order: Order, weight: Weight, dtype: str, flushed: float = SMALLEST["float32"]
+) -> LinearRoundings:
     """The roundings of an order: the longest way of a term from its product to the output."""
     join = JOINS[order.join]
     steps = plan(order, weight.k)
@@ -207,7 +209,7 @@ def sums_of(order: Order, weight: Weight, dtype: str, flushed: float = SMALLEST[
     narrow = dtype != "float32"
     in_dtype = (lanes + 1 if order.partial == "dtype" else 0) + (chain if order.accumulate == "dtype" else 0)
     in_float32 = chain + units + _JOIN_ROUNDINGS[order.join] + lanes + 1 + tree
-    return Sums(
+    return LinearRoundings(
         order.weight,
         order.inputs,
         in_float32,

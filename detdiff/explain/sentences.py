@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from .controls.finite import Finite
-from .controls.neighbours import Neighboured
-from .controls.oracle import OracleFound
-from .controls.pin_kernels import Pinned
-from .controls.repeat import Repeated
+from .controls.finite import FiniteFigures
+from .controls.neighbours import NeighbourFigures
+from .controls.oracle import OracleFigures
+from .controls.pin_kernels import PinKernelsFigures
+from .controls.repeat import RepeatFigures
 from .facts import Facts, seen
 
 
@@ -16,7 +16,7 @@ def say_nothing(facts: Facts) -> str:
     return f"Nothing can be said: nothing could be compared. {facts.why}"
 
 
-def _oracle(facts: Facts) -> OracleFound:
+def _oracle(facts: Facts) -> OracleFigures:
     found = facts.oracle
     assert found is not None
     return found
@@ -71,7 +71,7 @@ def say_contradiction(facts: Facts) -> str:
 
 
 def say_not_finite(facts: Facts) -> str:
-    finite = facts.figures(Finite)
+    finite = facts.figures(FiniteFigures)
     found = None if finite is None else finite.first
     same = "Values that are not finite count as different even where both runs have them."
     if found is not None:
@@ -127,7 +127,7 @@ def say_leak(facts: Facts) -> str:
         (
             c.detail
             for c in (facts.controls.get("neighbour_content"),)
-            if c and isinstance(c.detail, Neighboured)
+            if c and isinstance(c.detail, NeighbourFigures)
         ),
         None,
     )
@@ -199,7 +199,7 @@ def say_undetermined(facts: Facts) -> str:
 
 
 def _held_how(facts: Facts) -> str:
-    pinned = facts.figures(Pinned)
+    pinned = facts.figures(PinKernelsFigures)
     how = (pinned and pinned.how) or "one path for every number of rows"
     return f"Held ({how}), nothing differs."
 
@@ -232,7 +232,7 @@ def _sentence(words: str) -> str:
 
 
 def advise_path(facts: Facts) -> str:
-    pinned = facts.figures(Pinned)
+    pinned = facts.figures(PinKernelsFigures)
     how = (pinned and pinned.how) or (
         "one kernel path for every number of rows (split_rows above every forward's rows)"
     )
@@ -276,7 +276,7 @@ def advise_changed(facts: Facts) -> str:
 
 
 def advise_observed(facts: Facts) -> str:
-    repeated = facts.figures(Repeated)
+    repeated = facts.figures(RepeatFigures)
     if repeated is None or facts.result("repeat") == "equal":
         return "Record the run again with fewer sites; what recording changes is a fault of the recording, not of the model."
     return advise_nondeterminism(facts)

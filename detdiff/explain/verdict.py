@@ -42,13 +42,13 @@ class Fragility:
 
 
 @dataclass(frozen=True, eq=False)
-class Movements:
+class MarginMovements:
     """How far a change of kernels moved margins: absolute values, float64 [n], ascending."""
 
     sizes: Float64
 
     @classmethod
-    def between(cls, a: Trace, b: Trace) -> Movements:
+    def between(cls, a: Trace, b: Trace) -> MarginMovements:
         """From every token that both runs chose after equal tokens, the flip's own included.
 
         Raises NothingComparable where the traces share none.
@@ -73,13 +73,13 @@ class Movements:
         return (above + ties / 2 + 1) / (2 * (count + 2))
 
 
-def fragility(a: Trace, b: Trace, movements: Movements | None = None) -> tuple[Fragility, ...]:
+def fragility(a: Trace, b: Trace, movements: MarginMovements | None = None) -> tuple[Fragility, ...]:
     """Every token of run ``a`` up to each request's flip, most fragile first.
 
     ``movements`` are those between the two runs unless others are given, such as those of other prompts. Raises
     NothingComparable where the traces share no token.
     """
-    movements = movements or Movements.between(a, b)
+    movements = movements or MarginMovements.between(a, b)
     found = []
     for request, index, token, margin, delta in _tokens(a, b):
         found.append(Fragility(request, index, token, margin, delta, movements.chance(margin)))

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from detdiff.compare.metrics import ulp_distance
 
-from .operation import Exact, Float64, ProbedOperation
-from .sweep import Content, SeedSweep
+from .operation import ExactOutputs, Float64, ProbedOperation
+from .sweep import RowContent, SeedSweep
 
 # Bits after the point, and the exponent of the smallest normal number.
 _FORMATS = {"BF16": (7, -126), "F16": (10, -14), "F32": (23, -126), "F64": (52, -1022)}
@@ -81,7 +81,7 @@ def change(seen: Sequence[SeedSweep], rows: int) -> RowChange:
     return RowChange(rows, differing, outputs, worst, seeds)
 
 
-def error(seen: Sequence[SeedSweep], exact: Sequence[Exact], rows: tuple[int, ...]) -> Error | None:
+def error(seen: Sequence[SeedSweep], exact: Sequence[ExactOutputs], rows: tuple[int, ...]) -> Error | None:
     """The error of one class, whose M all give row 0 the same bits; None where its dtype has no ULP."""
     ulps: list[Float64] = []
     relative: list[Float64] = []
@@ -122,7 +122,7 @@ CLEAR = 0.05  # a smaller difference from row by row counts as none
 
 
 @dataclass(frozen=True)
-class Time:
+class CallTime:
     """One call of ``rows`` rows: ``seconds`` is the median of the rounds.
 
     ``ratio`` is this call's time over that of ``rows`` calls of one row, taken within each round: its median, and
@@ -151,7 +151,7 @@ class Time:
         return self.ratio >= 1 + CLEAR
 
 
-def measure(operation: ProbedOperation, content: Content, rows: Sequence[int]) -> tuple[Time, ...]:
+def measure(operation: ProbedOperation, content: RowContent, rows: Sequence[int]) -> tuple[CallTime, ...]:
     """Times every M of ``rows``, which start with 1. Each round calls all M once, in a new order."""
     given = {m: operation.given(content.rows[:m]) for m in rows}
     for m in rows:
@@ -170,14 +170,14 @@ def measure(operation: ProbedOperation, content: Content, rows: Sequence[int]) -
     return tuple(_time(m, taken[m], taken[1]) for m in rows)
 
 
-def _time(m: int, taken: Sequence[float], alone: Sequence[float]) -> Time:
+def _time(m: int, taken: Sequence[float], alone: Sequence[float]) -> CallTime:
     # A clock may be too coarse to see one call of a tiny operation.
     ratios = [max(t, 1e-9) / (m * max(one, 1e-9)) for t, one in zip(taken, alone, strict=True)]
     low, middle, high = quantiles(ratios, n=4)
-    return Time(m, quantiles(taken, n=4)[1], middle, low, high, len(taken))
+    return CallTime(m, quantiles(taken, n=4)[1], middle, low, high, len(taken))
 
 
-def crossing(times: Sequence[Time]) -> int | None:
+def crossing(times: Sequence[CallTime]) -> int | None:
     """The smallest M from which on every swept M costs less in one call than row by row; None where none does."""
     found = None
     for time in reversed(times):

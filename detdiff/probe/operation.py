@@ -75,7 +75,7 @@ class Route:
 
 
 @dataclass(frozen=True, eq=False)
-class Exact:
+class ExactOutputs:
     """An operation's outputs (rows, n) in float64, and sum |x||w| where it is linear."""
 
     outputs: Float64
@@ -90,7 +90,7 @@ class Weights:
     rows: Callable[[int, int], Float64]
     bias: Float64 | None = None
 
-    def exact(self, x: Float64) -> Exact:
+    def exact(self, x: Float64) -> ExactOutputs:
         """``x`` (rows, k) times the weights, plus the bias. Takes a block of weights at a time: a head is large."""
         outputs, magnitude = np.empty((len(x), self.n)), np.empty((len(x), self.n))
         for at in range(0, self.n, BLOCK):
@@ -98,8 +98,8 @@ class Weights:
             outputs[:, at : at + BLOCK] = x @ block.T
             magnitude[:, at : at + BLOCK] = np.abs(x) @ np.abs(block).T
         if self.bias is None:
-            return Exact(outputs, magnitude)
-        return Exact(outputs + self.bias, magnitude + np.abs(self.bias))
+            return ExactOutputs(outputs, magnitude)
+        return ExactOutputs(outputs + self.bias, magnitude + np.abs(self.bias))
 
     def cancelling(self, x: Float64, start: int) -> Float64:
         """``x`` (k,) without its part along up to ``CANCELLED`` weights, counted from ``start``.
@@ -133,10 +133,10 @@ class ProbedOperation:
     call: Callable[[Any], Any]
     layout: str = "rows"
     weights: Weights | None = None
-    reference: Callable[[Float64], Exact] | None = None
+    reference: Callable[[Float64], ExactOutputs] | None = None
     routes: Callable[[int], tuple[Route, ...]] | None = None
 
-    def exact(self, x: Float64) -> Exact | None:
+    def exact(self, x: Float64) -> ExactOutputs | None:
         """The outputs for ``x`` (rows, k), or None where they are not known."""
         if self.weights is not None:
             return self.weights.exact(x)

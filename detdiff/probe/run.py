@@ -15,9 +15,20 @@ import numpy as np
 
 from detdiff.errors import ProbeRowsInvalid, ProbeTargetInvalid
 
-from .measures import Error, RowChange, Time, change, crossing, error, measure
+from .measures import CallTime, Error, RowChange, change, crossing, error, measure
 from .operation import FORM, LinearSizes, ProbedOperation, ProbeTarget, Route
-from .sweep import RUNS, ChangedRows, Content, OnCalls, SeedSweep, classes, findings, look, row_counts, work
+from .sweep import (
+    RUNS,
+    ChangedRows,
+    OnCalls,
+    RowContent,
+    SeedSweep,
+    classes,
+    findings,
+    look,
+    row_counts,
+    work,
+)
 from .targets import Function, LinearTarget, check_reference, find_function
 
 SCHEMA = "detdiff.probe/1"
@@ -49,7 +60,7 @@ class Probe:
     neighbours: tuple[ChangedRows, ...]
     repeat: tuple[ChangedRows, ...]
     errors: tuple[Error, ...] | None
-    times: tuple[Time, ...] | None
+    times: tuple[CallTime, ...] | None
     paths: Mapping[int, tuple[Route, ...]]
     notes: tuple[str, ...] = ()
     environment: Mapping[str, Any] = field(default_factory=dict)
@@ -196,10 +207,10 @@ def _probe(
         if progress is not None:
             progress(done, total)
 
-    times: tuple[Time, ...] | None = None
+    times: tuple[CallTime, ...] | None = None
     for seed in range(seeds):
         operation = target.operation(seed)
-        content = Content.of_seed(seed, rows[-1], operation)
+        content = RowContent.of_seed(seed, rows[-1], operation)
         seen.append(look(operation, content, rows, seed, on_rows))
         _check_width(seen)
         with np.errstate(over="ignore", invalid="ignore"):

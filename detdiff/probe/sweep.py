@@ -59,7 +59,7 @@ def _bounds(part: str | int) -> tuple[int, int]:
 
 
 @dataclass(frozen=True, eq=False)
-class Content:
+class RowContent:
     """What one seed puts into rows: ``rows`` are the rows that are looked at, ``others`` what replaces neighbours.
 
     Both are float32 (most rows, k) and hold values of the operation's dtype. ``cancelling`` (1, k) is one more row 0,
@@ -71,7 +71,7 @@ class Content:
     cancelling: Float32 | None
 
     @classmethod
-    def of_seed(cls, seed: int, most: int, operation: ProbedOperation) -> Content:
+    def of_seed(cls, seed: int, most: int, operation: ProbedOperation) -> RowContent:
         """Independent standard normals; ``others`` are ``LOUDER`` times as large.
 
         Raises ProbeRowsInvalid for more items than fit a sweep.
@@ -152,7 +152,7 @@ def work(rows: Sequence[int]) -> int:
 
 def look(
     operation: ProbedOperation,
-    content: Content,
+    content: RowContent,
     rows: Sequence[int],
     seed: int,
     on_rows: Callable[[int], None],

@@ -24,7 +24,7 @@ from detdiff.errors import (
 )
 from detdiff_kernels.rounding import DTYPES
 
-from .operation import Arrays, Exact, Float64, LinearSizes, NumpyArrays, ProbedOperation, Weights
+from .operation import Arrays, ExactOutputs, Float64, LinearSizes, NumpyArrays, ProbedOperation, Weights
 
 LIBRARIES = ("numpy", "mlx", "torch")
 
@@ -133,12 +133,12 @@ class Function:
                 "its rows are (--shape, shapes=) and which arrays it takes (--array, array=)."
             ) from error
 
-    def _reference(self) -> Callable[[Float64], Exact] | None:
+    def _reference(self) -> Callable[[Float64], ExactOutputs] | None:
         reference = getattr(self.call, "reference", None)
         if reference is None:
             return None
 
-        def exact(x: Float64) -> Exact:
+        def exact(x: Float64) -> ExactOutputs:
             try:
                 outputs = np.asarray(reference(x), dtype=np.float64).reshape(len(x), -1)
             except Exception as error:
@@ -147,12 +147,12 @@ class Function:
                     f"given a float64 numpy array of shape {x.shape}; expected the exact outputs of these rows. Correct it, "
                     "or remove the attribute."
                 ) from error
-            return Exact(outputs, None)
+            return ExactOutputs(outputs, None)
 
         return exact
 
 
-def check_reference(exact: Exact, outputs: int, name: str) -> None:
+def check_reference(exact: ExactOutputs, outputs: int, name: str) -> None:
     """Raises ProbeResultUnusable where a reference has another width than what it stands for."""
     if exact.outputs.shape[1] != outputs:
         raise ProbeResultUnusable(

@@ -12,7 +12,7 @@ from detdiff.compare.divergence import Divergence, RequestDivergence
 from detdiff.explain.control import NOT_RUN
 from detdiff.explain.verdict import Verdict
 
-from .document import Code, Item, Mark, Page, Report, Section, Texts, View, ViewSubject, Word
+from .document import Code, Item, Mark, MarkedToken, Page, Report, Section, Texts, View, ViewSubject
 from .findings import (
     agreement_lines,
     cache_lines,
@@ -299,9 +299,13 @@ def _moved(found: RequestSeries) -> float | None:
     return max((abs(token.delta) for token in found.tokens_a if token.delta is not None), default=None)
 
 
-def _token_words(tokens: Sequence[TokenPoint], flip: int | None, moved: float | None) -> tuple[Word, ...]:
+def _token_words(
+    tokens: Sequence[TokenPoint], flip: int | None, moved: float | None
+) -> tuple[MarkedToken, ...]:
     return tuple(
-        Word(token.index, token.token, _token_text(token.text), token.margin, _token_mark(token, flip, moved))
+        MarkedToken(
+            token.index, token.token, _token_text(token.text), token.margin, _token_mark(token, flip, moved)
+        )
         for token in tokens
     )
 

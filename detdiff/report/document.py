@@ -59,7 +59,7 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Word:
+class MarkedToken:
     """One generated token; ``mark`` says that it is the flip, came after it, or was near to another choice."""
 
     index: int
@@ -74,8 +74,8 @@ class Texts:
     """What one request got in both runs, to be set side by side."""
 
     request: str
-    a: tuple[Word, ...]
-    b: tuple[Word, ...]
+    a: tuple[MarkedToken, ...]
+    b: tuple[MarkedToken, ...]
 
 
 @dataclass(frozen=True)
@@ -228,7 +228,7 @@ BEFORE, AFTER = 12, 8
 class Excerpt:
     """``words`` of one run, with how many tokens are left out ``before`` and ``after`` them."""
 
-    words: tuple[Word, ...]
+    words: tuple[MarkedToken, ...]
     before: int
     after: int
 
@@ -241,7 +241,7 @@ def excerpts(texts: Texts) -> tuple[Excerpt, Excerpt]:
     return _cut(texts.a, first, last), _cut(texts.b, first, last)
 
 
-def _cut(words: tuple[Word, ...], first: int, last: int) -> Excerpt:
+def _cut(words: tuple[MarkedToken, ...], first: int, last: int) -> Excerpt:
     return Excerpt(
         tuple(word for word in words if first <= word.index <= last),
         sum(word.index < first for word in words),
@@ -249,7 +249,7 @@ def _cut(words: tuple[Word, ...], first: int, last: int) -> Excerpt:
     )
 
 
-def marked(word: Word) -> str:
+def marked(word: MarkedToken) -> str:
     """The word's text with the characters that tell what it is: ``[flip]``, ``~near to another choice~``."""
     around = {"flip": ("[", "]"), "near": ("~", "~")}.get(word.mark, ("", ""))
     return f"{around[0]}{word.text}{around[1]}"

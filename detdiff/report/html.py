@@ -23,7 +23,20 @@ from markupsafe import Markup, escape
 
 from detdiff.compare.divergence import Divergence, RequestDivergence
 
-from .document import Blank, Block, Code, Item, Prose, Report, Section, Table, Texts, View, Word, is_numeric
+from .document import (
+    Blank,
+    Block,
+    Code,
+    Item,
+    MarkedToken,
+    Prose,
+    Report,
+    Section,
+    Table,
+    Texts,
+    View,
+    is_numeric,
+)
 from .svg import Axis, Drawing, style
 from .views import VIEWS, subject_of, values
 from .words import count, named, number, runs_of, short_path, shown, spans
@@ -367,16 +380,18 @@ def _equal_tokens(texts: Texts) -> int:
     return min(len(texts.a), len(texts.b))
 
 
-def _both(a: Word, b: Word) -> Word:
-    return Word(a.index, a.token, a.text, a.margin, b.mark)
+def _both(a: MarkedToken, b: MarkedToken) -> MarkedToken:
+    return MarkedToken(a.index, a.token, a.text, a.margin, b.mark)
 
 
-def _run_column(run: str, near: Sequence[Word], after: Sequence[Word], room: int) -> TokenColumn:
+def _run_column(
+    run: str, near: Sequence[MarkedToken], after: Sequence[MarkedToken], room: int
+) -> TokenColumn:
     cut = NEARBY if len(after) > NEARBY + NEARBY // 2 else len(after)
     return TokenColumn(run, _passage([*near, *after[:cut]]), _passage(after[cut:], room))
 
 
-def _passage(words: Sequence[Word], room: int | None = None, from_end: bool = False) -> Passage:
+def _passage(words: Sequence[MarkedToken], room: int | None = None, from_end: bool = False) -> Passage:
     """As many words as there is room for; with ``from_end`` it is the first that are left out."""
     pieces: list[Markup] = []
     for word in reversed(words) if from_end else words:
@@ -390,7 +405,7 @@ def _passage(words: Sequence[Word], room: int | None = None, from_end: bool = Fa
     return Passage(Markup("").join(ordered), len(words), len(words) - len(pieces))
 
 
-def _word(word: Word) -> Markup:
+def _word(word: MarkedToken) -> Markup:
     # An empty text, that of a special token, would be invisible.
     text = escape(word.text or "∅")
     tag = "mark" if word.mark == "flip" else "span"
@@ -398,7 +413,7 @@ def _word(word: Word) -> Markup:
 
 
 @dataclass(frozen=True)
-class Fact:
+class PageFact:
     """``section`` is where more of it stands."""
 
     section: str
@@ -407,13 +422,13 @@ class Fact:
     details: tuple[str, ...]
 
 
-def facts(report: Report) -> tuple[Fact, ...]:
+def facts(report: Report) -> tuple[PageFact, ...]:
     """The earliest origin, and the first request that flips; what was compared where nothing diverges."""
     divergence = report.divergence
     if divergence is None:
         return ()
     diverged = [each for each in divergence.requests if each.stage is not None]
-    made: list[Fact | None] = [_compared_fact(divergence)]
+    made: list[PageFact | None] = [_compared_fact(divergence)]
     if diverged:
         first = next((each for each in diverged if each.id == divergence.first), diverged[0])
         flipped = [each for each in (first, *diverged) if each.flip is not None]
@@ -422,16 +437,16 @@ def facts(report: Report) -> tuple[Fact, ...]:
     return tuple(fact for fact in made if fact is not None and report.section(fact.section) is not None)
 
 
-def _compared_fact(divergence: Divergence) -> Fact:
+def _compared_fact(divergence: Divergence) -> PageFact:
     found = divergence.compared
     details = (count(found.requests, "request"), count(found.rows, "row"), f"{found.differing:,} differ")
-    return Fact("compared", "Compared", count(found.digests, "digest"), details)
+    return PageFact("compared", "Compared", count(found.digests, "digest"), details)
 
 
-def _origin_fact(request: RequestDivergence) -> Fact:
+def _origin_fact(request: RequestDivergence) -> PageFact:
     origin = request.origin
     if origin is None:
-        return Fact("origin", "Origin", "no origin could be named", (f"diverges in {request.stage}",))
+        return PageFact("origin", "Origin", "no origin could be named", (f"diverges in {request.stage}",))
     details = [f"position {origin.position} of {named(request.id)}"]
     if origin.path_a != origin.path_b:
         rows = ["?" if n is None else count(n, "row") for n in (origin.rows_a, origin.rows_b)]
@@ -439,15 +454,15 @@ def _origin_fact(request: RequestDivergence) -> Fact:
         details.append(f"b: {rows[1]}, {short_path(origin.path_b)}")
     else:
         details.append(f"{short_path(origin.path_a)} in both")
-    return Fact("origin", "Origin", named(origin.site), tuple(details))
+    return PageFact("origin", "Origin", named(origin.site), tuple(details))
 
 
-def _carried_fact(request: RequestDivergence) -> Fact | None:
+def _carried_fact(request: RequestDivergence) -> PageFact | None:
     found = request.differing_entries
     if found is None:
         return None
     if not found.count:
-        return Fact(
+        return PageFact(
             "differing_entries", "Carried", "by no cache entry", (f"{found.entries:,} compared, all equal",)
         )
     details = (
@@ -455,21 +470,23 @@ def _carried_fact(request: RequestDivergence) -> Fact | None:
         f"positions {spans(found.positions)}",
         f"layers {spans(runs_of(found.layers))}",
     )
-    return Fact("differing_entries", "Carried", count(found.count, "cache entry", "cache entries"), details)
+    return PageFact(
+        "differing_entries", "Carried", count(found.count, "cache entry", "cache entries"), details
+    )
 
 
-def _flipped_fact(request: RequestDivergence) -> Fact:
+def _flipped_fact(request: RequestDivergence) -> PageFact:
     flip, text = request.flip, request.text
     if text is not None:
         what, where = f"{shown(text.a)} → {shown(text.b)}", f"character {text.index} of {named(request.id)}"
-        return Fact("flip", "Flipped", what, (where,))
+        return PageFact("flip", "Flipped", what, (where,))
     if flip is None:
         generated = min(request.generated_a, request.generated_b)
-        return Fact("flip", "No flip", f"{count(generated, 'generated token')} alike", ())
+        return PageFact("flip", "No flip", f"{count(generated, 'generated token')} alike", ())
     if flip.kind == "length":
-        return Fact("flip", "Flipped", "ends at another length", (f"token {flip.index}",))
+        return PageFact("flip", "Flipped", "ends at another length", (f"token {flip.index}",))
     details = (
         f"generated token {flip.index} of {named(request.id)}",
         f"margin {number(flip.a.margin)} in a, {number(flip.b.margin)} in b",
     )
-    return Fact("flip", "Flipped", f"{shown(flip.a.text)} → {shown(flip.b.text)}", details)
+    return PageFact("flip", "Flipped", f"{shown(flip.a.text)} → {shown(flip.b.text)}", details)

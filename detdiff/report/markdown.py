@@ -15,13 +15,13 @@ from .document import (
     Code,
     Excerpt,
     Item,
+    MarkedToken,
     Prose,
     Report,
     Section,
     Table,
     Texts,
     View,
-    Word,
     excerpts,
     is_numeric,
     legend,
@@ -180,7 +180,7 @@ def _texts(texts: Texts) -> Iterator[str]:
         yield f"\n<sub>{inline(marks)}</sub>"
 
 
-def _places(of: Excerpt, words: Sequence[Word]) -> str:
+def _places(of: Excerpt, words: Sequence[MarkedToken]) -> str:
     if not of.words:
         return f"no token here, {len(words):,} in all"
     return f"tokens {of.words[0].index} to {of.words[-1].index} of {len(words):,}"
@@ -194,7 +194,7 @@ def _excerpt(of: Excerpt) -> str:
     return f"{before}{''.join(parts)}{after}"
 
 
-def _words(mark: str, words: Sequence[Word]) -> str:
+def _words(mark: str, words: Sequence[MarkedToken]) -> str:
     # Bold as an element: with asterisks a text that begins with a space would not become bold.
     element = {"flip": "b", "near": "i"}.get(mark)
     text = inline("".join(marked(word) for word in words))

@@ -128,7 +128,7 @@ _KEYS = (
 
 
 @dataclass(frozen=True, eq=False)
-class Saved:
+class SavedAnswer:
     """What a saved answer holds, ready for ``build``. ``command`` is empty where it is not a report's."""
 
     divergence: Divergence | None
@@ -137,7 +137,7 @@ class Saved:
     command: str = ""
 
 
-def read_saved(path: Path) -> Saved:
+def read_saved(path: Path) -> SavedAnswer:
     """A saved comparison, verdict or report. Raises AnswerError for a file that holds none, and OSError."""
     try:
         answer = json.loads(path.read_text(encoding="utf-8-sig"))
@@ -152,14 +152,14 @@ def read_saved(path: Path) -> Saved:
         raise AnswerError(f"{path}: {error}") from error
 
 
-def saved(answer: object) -> Saved:
+def saved(answer: object) -> SavedAnswer:
     """The same of JSON values. Raises AnswerError."""
     schema = answer.get("schema") if isinstance(answer, Mapping) else None
     if schema == DIVERGENCE:
-        return Saved(from_json(answer))
+        return SavedAnswer(from_json(answer))
     if schema == VERDICT:
         verdict = verdict_from_json(answer)
-        return Saved(verdict.divergence, verdict)
+        return SavedAnswer(verdict.divergence, verdict)
     if schema == REPORT:
         return _report(answer)
     found = f"schema {schema!r}" if isinstance(answer, Mapping) else f"a {type(answer).__name__}"
@@ -169,14 +169,14 @@ def saved(answer: object) -> Saved:
     )
 
 
-def _report(answer: Any) -> Saved:
+def _report(answer: Any) -> SavedAnswer:
     decoder = Decoder(REPORT, "Make the report again with this version.")
     found = decoder.keys(answer, _KEYS, "report")
     verdict = None if found["verdict"] is None else verdict_from_json(found["verdict"])
     inside = None if verdict is None else verdict.divergence
     divergence = inside if found["divergence"] is None else from_json(found["divergence"])
     drawn = found["series"]
-    return Saved(
+    return SavedAnswer(
         divergence,
         verdict,
         None if drawn is None else series_from_json(drawn, "report.series", REPORT),

@@ -101,7 +101,7 @@ class Axis:
 
 
 @dataclass(frozen=True)
-class Jump:
+class CursorJump:
     """A key, and the places that it leads to one after the other, from the cursor on.
 
     ``same_row`` is for those of the cursor's row alone, ``in_order`` for those that are not in the order of places.
@@ -115,7 +115,7 @@ class Jump:
 
 
 @dataclass(frozen=True)
-class Door:
+class DrawingKey:
     """A key that opens another drawing: by row the names of those that it may be, the first that is there is it."""
 
     key: str
@@ -135,8 +135,8 @@ class Drawing:
     rows: Sequence[str]
     axis: Axis
     cells: Sequence[tuple[str, Sequence[str] | None, Sequence[Any]]]
-    jumps: Sequence[Jump] = ()
-    doors: Sequence[Door] = ()
+    jumps: Sequence[CursorJump] = ()
+    doors: Sequence[DrawingKey] = ()
     start: tuple[int, int] = (0, 0)
     parent_row: int = 0
 

@@ -125,7 +125,7 @@ def _own(array: ArrayLike, dtype: np.dtype[Any]) -> NDArray[Any]:
     return np.array(array, dtype=dtype, order="C", copy=True)
 
 
-class Buffer:
+class ShardBuffer:
     """What goes into shard ``index``. Encoding does not change it, so a failed write can be repeated."""
 
     def __init__(self, index: int) -> None:
@@ -256,7 +256,7 @@ class TraceWriter:
         self._tokens: set[tuple[int, int]] = set()
         self._top: tuple[Any, ...] | None = None
         self._shards: dict[int, dict[str, Any]] = {}
-        self._buffer = Buffer(0)
+        self._buffer = ShardBuffer(0)
         self._state = "open"
         with writing(self.path, "Nothing was recorded."):
             if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
@@ -440,7 +440,7 @@ class TraceWriter:
             replace_file(path, counted(), durable=self._durable)
         # An interrupt anywhere above leads to the same shard being written again, never to rows stored twice.
         self._shards[buffer.index] = {"name": path.name, "bytes": size, "crc32": crc}
-        self._buffer = Buffer(buffer.index + 1)
+        self._buffer = ShardBuffer(buffer.index + 1)
 
     @contextmanager
     def _failing(self, path: Path) -> Iterator[None]:

@@ -15,7 +15,7 @@ from runs import Runs, model, scenario
 from tiny import tiny
 
 from detdiff.compare import Divergence, compare
-from detdiff.engines.mlx.cache_events import Owners, watched
+from detdiff.engines.mlx.cache_events import CacheOwners, watched
 from detdiff.engines.mlx.caches import RequestCaches
 from detdiff.engines.mlx.engine import RecordOptions
 from detdiff.report import divergence_text
@@ -68,7 +68,7 @@ def natives() -> list[Any]:
 
 def test_mlx_lm_is_as_before_after_a_block_an_exception_and_a_second_block() -> None:
     before = natives()
-    owners = Owners(of_uid=int)
+    owners = CacheOwners(of_uid=int)
     with watched(owners, print), watched(owners, print):
         assert natives() != before
     assert natives() == before

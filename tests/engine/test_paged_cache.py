@@ -16,7 +16,7 @@ from tiny import PACKABLE, tiny
 
 from detdiff.compare import Divergence, compare
 from detdiff.engines.mlx import caches
-from detdiff.engines.mlx.caches import Donor, PagedCache, PagePool, PageTable, RequestCaches
+from detdiff.engines.mlx.caches import PagedCache, PagePool, PageTable, PrefixDonor, RequestCaches
 from detdiff.engines.mlx.engine import RecordOptions
 from detdiff.errors import LayoutError
 from detdiff.scenario import CachePlan, Scenario
@@ -275,7 +275,9 @@ def freed(held: RequestCaches, request: int) -> None:
 def test_a_prefix_of_other_tokens_is_found(runs: Runs, keys: dict[str, Any]) -> None:
     native = caches.common_prefix
 
-    def common_prefix(prompt: Any, donors: list[Donor], size: int | None) -> tuple[Donor | None, int]:
+    def common_prefix(
+        prompt: Any, donors: list[PrefixDonor], size: int | None
+    ) -> tuple[PrefixDonor | None, int]:
         donor, tokens = native(prompt, donors, size)
         return donor, tokens + 16 if donor is not None else 0
 

@@ -12,20 +12,20 @@ from hypothesis.extra import numpy as arrays
 
 from detdiff.compare import compare
 from detdiff.errors import NothingComparable
-from detdiff.explain.verdict import Movements, fragility
+from detdiff.explain.verdict import MarginMovements, fragility
 from detdiff.trace import Trace
 
 GOLDEN = Path(__file__).parents[2] / "traces"
 sizes = arrays.arrays(np.float64, st.integers(1, 50), elements=st.floats(0, 8))
 
 
-def moved(*sizes: float) -> Movements:
-    return Movements(np.sort(np.array(sizes, np.float64)))
+def moved(*sizes: float) -> MarginMovements:
+    return MarginMovements(np.sort(np.array(sizes, np.float64)))
 
 
 @given(sizes, st.floats(0, 9), st.floats(0, 9))
 def test_a_smaller_margin_is_never_safer(movements: np.ndarray, one: float, other: float) -> None:
-    found = Movements(np.sort(movements))
+    found = MarginMovements(np.sort(movements))
     low, high = sorted((one, other))
     assert 0 < found.chance(high) <= found.chance(low) or low == 0
     assert found.chance(low) <= 0.5
@@ -64,7 +64,7 @@ def test_every_token_up_to_the_flip_is_judged(pair: tuple[Trace, Trace]) -> None
 
 
 def test_equal_runs_have_no_movement(pair: tuple[Trace, Trace]) -> None:
-    assert not Movements.between(pair[0], pair[0]).sizes.any()
+    assert not MarginMovements.between(pair[0], pair[0]).sizes.any()
     assert {token.delta for token in fragility(pair[0], pair[0])} == {0.0}
 
 
@@ -84,4 +84,4 @@ def test_runs_without_a_common_token_are_refused(pair: tuple[Trace, Trace], tmp_
         request["id"] += "-other"
     (tmp_path / "other" / "trace.json").write_text(json.dumps(header))
     with pytest.raises(NothingComparable, match="share no generated token"):
-        Movements.between(pair[0], Trace.open(tmp_path / "other"))
+        MarginMovements.between(pair[0], Trace.open(tmp_path / "other"))

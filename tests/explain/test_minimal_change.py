@@ -9,8 +9,8 @@ from tiny import tiny
 
 from detdiff.compare import compare
 from detdiff.engines.mlx.engine import RecordOptions
-from detdiff.engines.mlx.path_changes import Allowed, MinimalChangeTrials, PathChange, baseline
-from detdiff.engines.mlx.reruns import Changes, Reruns, rerun
+from detdiff.engines.mlx.path_changes import AllowedChanges, MinimalChangeTrials, PathChange, baseline
+from detdiff.engines.mlx.reruns import RerunChanges, Reruns, rerun
 from detdiff.engines.mlx.taps.session import InjectedFault
 from detdiff.explain.case import Case
 from detdiff.explain.control import Budget
@@ -54,8 +54,8 @@ def test_a_trial_that_starts_late_answers_as_one_from_the_prompt(runs: Runs) -> 
         whole = rerun(
             Reruns.of(case),
             "b",
-            Changes(
-                steering=Allowed(base.changes, some),
+            RerunChanges(
+                steering=AllowedChanges(base.changes, some),
                 decided=lambda run: base.target.happened(run) is not None,
                 wanted=base.wanted,
             ),

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from detdiff.explain.origins import Seat, pattern_of
+from detdiff.explain.origins import RowPlace, pattern_of
 
-PLAIN = Seat(row=0, tokens=12, rows=36, padded=False, chunk=1, phase="prefill")
-DECODE = Seat(row=0, tokens=1, rows=3, padded=False, chunk=0, phase="decode")
+PLAIN = RowPlace(row=0, tokens=12, rows=36, padded=False, chunk=1, phase="prefill")
+DECODE = RowPlace(row=0, tokens=1, rows=3, padded=False, chunk=0, phase="decode")
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ DECODE = Seat(row=0, tokens=1, rows=3, padded=False, chunk=0, phase="decode")
     ],
 )
 def test_a_pattern_is_named_and_is_none_where_a_spared_row_fits_it(
-    hit: list[Seat], free: list[Seat], words: str
+    hit: list[RowPlace], free: list[RowPlace], words: str
 ) -> None:
     assert pattern_of(hit, free) == words
     twin = pattern_of(hit, [*free, *hit])

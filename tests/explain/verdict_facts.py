@@ -13,9 +13,9 @@ from detdiff.compare import Divergence, Finding
 from detdiff.compare.divergence import Acceptance, Proposed, Verification, Verified
 from detdiff.explain import Control
 from detdiff.explain.control import Figures
-from detdiff.explain.controls.finite import Finite
-from detdiff.explain.controls.oracle import OracleFound
-from detdiff.explain.controls.pin_kernels import Pinned
+from detdiff.explain.controls.finite import FiniteFigures
+from detdiff.explain.controls.oracle import OracleFigures
+from detdiff.explain.controls.pin_kernels import PinKernelsFigures
 from detdiff.explain.facts import Facts, RecordedFacts
 
 ASKS = (ANCHOR, FOLLOWER, QUIET)
@@ -62,7 +62,11 @@ PINNED: dict[str, Any] = {
 
 def control(name: str, result: str, **detail: Any) -> Control:
     """With the control's own figures where rules or sentences read them."""
-    kinds: dict[str, type[Figures]] = {"oracle": OracleFound, "pin_kernels": Pinned, "finite": Finite}
+    kinds: dict[str, type[Figures]] = {
+        "oracle": OracleFigures,
+        "pin_kernels": PinKernelsFigures,
+        "finite": FiniteFigures,
+    }
     own: dict[str, Any] = {"oracle": ORACLE, "pin_kernels": PINNED}.get(name, {})
     figures = kinds[name](**{**own, **detail}) if name in kinds else detail
     return Control(name, result, f"the control {name} gave {result}", 7, 0.25, figures)

@@ -17,7 +17,7 @@ from tiny import tiny
 
 from detdiff.engines.mlx.engine import generate
 from detdiff.engines.mlx.taps.forward import Forward, Segment
-from detdiff.engines.mlx.taps.kernel_plan import Taken
+from detdiff.engines.mlx.taps.kernel_plan import TakenPath
 from detdiff.engines.mlx.taps.session import Session
 from detdiff.engines.mlx.taps.sites import Arrays, cache_classes, model_modules
 
@@ -52,7 +52,7 @@ class Keep:
         ports = [(name, bits(array).tobytes()) for name, array in (*inputs, *outputs)]
         self.seen.append((key, kind, parent, ports))
 
-    def call(self, key: str, taken: Taken) -> None:
+    def call(self, key: str, taken: TakenPath) -> None:
         self.seen.append((key, *taken))
 
     def cache_call(self, key: str, keys: mx.array, values: mx.array, calls: Any) -> None:

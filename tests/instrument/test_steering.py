@@ -11,7 +11,7 @@ from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.switch_layers import SwitchLinear, _gather_sort
 
 from detdiff.engines.mlx.taps.experts import ExpertOrder
-from detdiff.engines.mlx.taps.kernel_plan import CallSite, Path, Span
+from detdiff.engines.mlx.taps.kernel_plan import CallSite, KernelPath, Span
 from detdiff.engines.mlx.taps.operations import ROW_BY_ROW, Operations
 from detdiff.scenario import KernelPlan
 
@@ -40,12 +40,12 @@ def linear() -> nn.Linear:
     return module
 
 
-def reference(name: str, rows: int | None = None) -> Path:
-    return Path(f"reference/{name}", "steered", rows=rows)
+def reference(name: str, rows: int | None = None) -> KernelPath:
+    return KernelPath(f"reference/{name}", "steered", rows=rows)
 
 
 def test_an_override_is_asked_and_a_native_plan_is_then_not_native() -> None:
-    operations = steered(Span(0, 3, Path("native", "")))
+    operations = steered(Span(0, 3, KernelPath("native", "")))
     assert not operations.native
     operations.chooser.override = None
     assert operations.native
@@ -82,7 +82,7 @@ def test_a_native_path_can_be_called_with_another_number_of_rows(rows: int | Non
         return y
 
     x = normal(1, 5, 64)
-    y = steered(Span(0, 5, Path("native", "", rows=rows))).linear.run(LINEAR, native, module, x)[0]
+    y = steered(Span(0, 5, KernelPath("native", "", rows=rows))).linear.run(LINEAR, native, module, x)[0]
     assert seen == calls and y.shape == (1, 5, 48) and bool(mx.allclose(y, module(x), atol=1e-5))
 
 
@@ -99,7 +99,7 @@ def _qkv(batch: int, rows: int, keys: int) -> tuple[mx.array, mx.array, mx.array
 def test_attention_row_by_row_is_what_decoding_would_have_called(profile: str | None) -> None:
     q, k, v = _qkv(1, 5, 12)
     plan = KernelPlan(profile)
-    held = steered(Span(0, 5, Path(ROW_BY_ROW, "")), plan=plan)
+    held = steered(Span(0, 5, KernelPath(ROW_BY_ROW, "")), plan=plan)
     given = {"cache": None, "scale": 0.25, "mask": "causal"}
     y, _ = held.attention.run(ATTENTION, scaled_dot_product_attention, (q, k, v), given)
     for row in range(5):
@@ -113,7 +113,7 @@ def test_attention_row_by_row_is_what_decoding_would_have_called(profile: str | 
 def test_a_padded_slot_attends_to_its_own_keys_only() -> None:
     q, k, v = _qkv(2, 1, 9)
     mask = mx.array([[True] * 9, [False] * 4 + [True] * 5])[:, None, None]
-    held = steered(Span(0, 1, Path(ROW_BY_ROW, "")), plan=KernelPlan("mlx-metal"))
+    held = steered(Span(0, 1, KernelPath(ROW_BY_ROW, "")), plan=KernelPlan("mlx-metal"))
     given = {"cache": None, "scale": 0.25, "mask": mask}
     y, _ = held.attention.run(ATTENTION, scaled_dot_product_attention, (q, k, v), given)
     alone = {"cache": None, "scale": 0.25, "mask": None}
@@ -125,7 +125,7 @@ def test_a_padded_slot_attends_to_its_own_keys_only() -> None:
 def test_query_rows_of_one_call_take_paths_of_their_own() -> None:
     q, k, v = _qkv(1, 6, 14)
     given = {"cache": None, "scale": 0.25, "mask": "causal"}
-    one, two = reference("mlx-metal/sdpa_steel"), Path("native", "")
+    one, two = reference("mlx-metal/sdpa_steel"), KernelPath("native", "")
 
     def run(*spans: Span) -> mx.array:
         args: Any = (q, k, v)

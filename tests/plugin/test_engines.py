@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from toy_engine import Packed
 
-from detdiff.check.invariance import Composed, check_engine, check_scenario
+from detdiff.check.invariance import CheckedComposition, check_engine, check_scenario
 from detdiff.engines.function import EngineRequest, Generation, Tap
 from detdiff.engines.registry import as_engine
 from detdiff.errors import (
@@ -69,7 +69,7 @@ def moved(found: Generation, site: str, position: int, inputs: bool = False) -> 
     return Generation(found.tokens, found.log_probabilities, {**found.taps, site: made})
 
 
-def first(found: Composed) -> Any:
+def first(found: CheckedComposition) -> Any:
     """What is known of the first request that is not equal to itself alone."""
     return found.diverged[0]
 

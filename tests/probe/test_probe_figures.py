@@ -16,7 +16,7 @@ from injected import K, exact, injected, probed
 
 from detdiff.probe import Function, Probe, probe
 from detdiff.probe.chart import chart, duration, letter
-from detdiff.probe.measures import Time, crossing, ulp
+from detdiff.probe.measures import CallTime, crossing, ulp
 from detdiff.probe.operation import Weights
 
 SPACES = [("F32", np.float32), ("F16", np.float16), ("F64", np.float64)]
@@ -95,8 +95,8 @@ def test_a_difference_that_plain_rows_hide_in_bfloat16_shows_in_the_cancelling_r
     assert found.classes == ((1,), (2,))
 
 
-def times(*ratios: float) -> list[Time]:
-    return [Time(m, 1e-3 * m * r, r, r, r, 9) for m, r in enumerate(ratios, 1)]
+def times(*ratios: float) -> list[CallTime]:
+    return [CallTime(m, 1e-3 * m * r, r, r, r, 9) for m, r in enumerate(ratios, 1)]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from made_reports import explained, flips, long_text
 from page_tree import of, tree
 
 from detdiff.report.build import build
-from detdiff.report.document import Code, Item, Prose, Report, Table, Texts, View, Word
+from detdiff.report.document import Code, Item, MarkedToken, Prose, Report, Table, Texts, View
 from detdiff.report.html import LARGEST, html, write_html
 from detdiff.report.saved import read_saved
 
@@ -174,7 +174,7 @@ def test_any_text_is_found_again_as_it_was(text: str) -> None:
         Item(f"  {text}: ", text),
         Table((text,), ((text,),)),
         Code(text),
-        Texts(text, (Word(0, 1, text, None, ""),), (Word(0, 1, text, None, ""),)),
+        Texts(text, (MarkedToken(0, 1, text, None, ""),), (MarkedToken(0, 1, text, None, ""),)),
     )
     page = tree(html(of(*blocks, headline=text)))
     section = page.one("section")

@@ -6,17 +6,17 @@ from dataclasses import replace
 
 from page_tree import Node, of, tree
 
-from detdiff.report.document import Texts, Word
+from detdiff.report.document import MarkedToken, Texts
 from detdiff.report.html import LARGEST, NEARBY, html, side_by_side
 
 
 def texts(count: int, flip: int | None, text: str = "w{}") -> Texts:
-    def words(run: str) -> tuple[Word, ...]:
-        def word(n: int) -> Word:
+    def words(run: str) -> tuple[MarkedToken, ...]:
+        def word(n: int) -> MarkedToken:
             changed = flip is not None and n >= flip
             mark = "" if not changed else "flip" if n == flip else "after"
             token = n + 1000 if changed and run == "b" else n
-            return Word(n, token, text.format(token), 1.0, mark)  # type: ignore[arg-type]
+            return MarkedToken(n, token, text.format(token), 1.0, mark)  # type: ignore[arg-type]
 
         return tuple(word(n) for n in range(count))
 

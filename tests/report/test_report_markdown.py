@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from made_reports import explained, flips, long_text
 from markdown_it import MarkdownIt
 
-from detdiff.report.document import Block, Code, Item, Prose, Report, Section, Table, Texts, Word
+from detdiff.report.document import Block, Code, Item, MarkedToken, Prose, Report, Section, Table, Texts
 from detdiff.report.markdown import LONGEST, cell, fenced, in_html, inline, markdown, sentence
 from detdiff.report.text import report_text
 
@@ -203,10 +203,10 @@ def test_both_texts_with_the_flip_in_bold() -> None:
 
 def test_tokens_that_are_harmless_alone_are_not_a_link_together() -> None:
     words = tuple(
-        Word(n, n, text, None, "")
+        MarkedToken(n, n, text, None, "")
         for n, text in enumerate(["see ", "http", ":", "//x.y ", "#", "12 ", "@", "me <", "b>"])
     )
-    text = markdown(only(Texts("r", words, (*words, Word(9, 9, " end", None, "flip")))))
+    text = markdown(only(Texts("r", words, (*words, MarkedToken(9, 9, " end", None, "flip")))))
     assert not re.search(r"://|#\d|@m", html.unescape(text)) and text.count("<b>") == 1
     assert "see http://x.y #12 @me <b>" in rendered(text).text
 

@@ -26,7 +26,7 @@ from detdiff.report.build import build
 from detdiff.report.document import Report
 from detdiff.report.json import REPORT as SCHEMA
 from detdiff.report.json import encoded, report_json, report_json_text
-from detdiff.report.saved import Saved, read_saved, saved, series_from_json, verdict_from_json
+from detdiff.report.saved import SavedAnswer, read_saved, saved, series_from_json, verdict_from_json
 from detdiff.report.text import report_text
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "json-schema.md"
@@ -176,7 +176,7 @@ def test_a_file_of_each_schema_is_read(tmp_path: Path) -> None:
     assert report.divergence is not None and report.verdict is not None
     path = tmp_path / "answer.json"
 
-    def read(answer: Any) -> Saved:
+    def read(answer: Any) -> SavedAnswer:
         path.write_text(json.dumps(answer), encoding="utf-8")
         return read_saved(path)
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from made_reports import explained, flips, long_text
 
 from detdiff.compare.series import LensPoint
-from detdiff.report.document import Report, Table, Texts, View, Word, excerpts, is_numeric
+from detdiff.report.document import MarkedToken, Report, Table, Texts, View, excerpts, is_numeric
 from detdiff.report.text import cells, printed, report_text, styled, table_lines, wrapped
 from detdiff.report.views import view_blocks
 
@@ -94,7 +94,7 @@ def test_where_no_token_differs_the_text_is_shown_once() -> None:
 
 
 def test_a_run_that_stopped_has_nothing_at_the_flip() -> None:
-    words = tuple(Word(n, n, f" w{n}", None, "flip" if n == 2 else "") for n in range(3))
+    words = tuple(MarkedToken(n, n, f" w{n}", None, "flip" if n == 2 else "") for n in range(3))
     a, b = excerpts(Texts("r", words[:2], words))
     assert [word.mark for word in a.words] == ["", ""] and b.words[-1].mark == "flip"
     report = flips()
@@ -104,7 +104,7 @@ def test_a_run_that_stopped_has_nothing_at_the_flip() -> None:
 
 
 def test_a_token_near_to_another_choice_is_marked_and_explained() -> None:
-    words = (Word(0, 5, " near", 0.1, "near"), Word(1, 6, " far", 2.0, ""))
+    words = (MarkedToken(0, 5, " near", 0.1, "near"), MarkedToken(1, 6, " far", 2.0, ""))
     report = flips()
     section = replace(report.sections[0], blocks=(Texts("r", words, words),))
     text = report_text(replace(report, sections=(section,)))
@@ -113,8 +113,8 @@ def test_a_token_near_to_another_choice_is_marked_and_explained() -> None:
 
 
 def test_characters_of_two_cells_keep_the_columns_straight() -> None:
-    words = tuple(Word(n, n, "日本", None, "flip" if n == 30 else "") for n in range(60))
-    other = (*words[:30], Word(30, 99, "x", None, "flip"), *words[31:])
+    words = tuple(MarkedToken(n, n, "日本", None, "flip" if n == 30 else "") for n in range(60))
+    other = (*words[:30], MarkedToken(30, 99, "x", None, "flip"), *words[31:])
     report = flips()
     section = replace(report.sections[0], blocks=(Texts("r", words, other),))
     lines = [line for line in report_text(replace(report, sections=(section,))).splitlines() if " | " in line]

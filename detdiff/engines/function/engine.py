@@ -216,7 +216,7 @@ class FunctionEngine:
         answers = {
             number: one for batch in batches for number, one in zip(batch.numbers, batch.answers, strict=True)
         }
-        kinds = _Kinds.of(self.label, asked, answers)
+        kinds = _AnswerKinds.of(self.label, asked, answers)
         writer = begin(
             {
                 "requests": [
@@ -227,7 +227,7 @@ class FunctionEngine:
                 "lacks": kinds.lacks(),
             }
         )
-        written = _Writing(self, kinds, asked, answers, wanted_values(scenario, options), scenario.capture)
+        written = _StepWriter(self, kinds, asked, answers, wanted_values(scenario, options), scenario.capture)
         total, done = sum(each.max_tokens for each in asked), 0
         for batch in batches:
             for step in range(max(written.steps(number) for number in batch.numbers)):
@@ -238,7 +238,7 @@ class FunctionEngine:
 
 
 @dataclass(frozen=True, eq=False)
-class _Kinds:
+class _AnswerKinds:
     """What the answers of one run hold: the sites of its trace, and whether it has scores, tops and texts."""
 
     sites: tuple[Site, ...]
@@ -249,7 +249,7 @@ class _Kinds:
     m: bool
 
     @classmethod
-    def of(cls, label: str, asked: Sequence[EngineRequest], answers: Mapping[int, Answer]) -> _Kinds:
+    def of(cls, label: str, asked: Sequence[EngineRequest], answers: Mapping[int, Answer]) -> _AnswerKinds:
         """Raises EngineAnswerInvalid where one request has what another does not."""
         first = answers[0]
         for number, one in answers.items():
@@ -302,13 +302,13 @@ def _refuse(label: str, request: EngineRequest, what: str) -> NoReturn:
     )
 
 
-class _Writing:
+class _StepWriter:
     """Writes the steps of a batch: step 0 holds the prompts, step n the row that was fed the token n - 1."""
 
     def __init__(
         self,
         engine: FunctionEngine,
-        kinds: _Kinds,
+        kinds: _AnswerKinds,
         asked: Sequence[EngineRequest],
         answers: Mapping[int, Answer],
         wanted: Any,

@@ -12,8 +12,8 @@ from typing import Final, Literal
 import numpy as np
 
 from detdiff.errors import OracleRefused
-from detdiff.explain.attention_bounds import Attending, Count
-from detdiff.explain.bounds import Bounded, Linear, exact_weight, magnitude, output_rounded
+from detdiff.explain.attention_bounds import AttentionRoundings, Count
+from detdiff.explain.bounds import BoundedOutputs, Linear, exact_weight, magnitude, output_rounded
 from detdiff.explain.roundings import LARGEST, SMALLEST, U32, UNIT, Arithmetic, Float64, growth
 from detdiff_kernels.rounding import rounded
 from detdiff_kernels.weights import Blocks, Dense, Weight
@@ -99,7 +99,7 @@ class StagedLinear(Linear):
 
     half_sums: bool = False
 
-    def bounded(self, arithmetic: Arithmetic) -> Bounded:
+    def bounded(self, arithmetic: Arithmetic) -> BoundedOutputs:
         _on_cpu(arithmetic, "products")
         kind = staged_as(self.weight)
         rows = staged_rows(self.x, kind)
@@ -133,7 +133,7 @@ class StagedLinear(Linear):
         yardstick += arithmetic.unit * np.abs(exact) + arithmetic.smallest
         order = f"{steps} roundings to float32" + (f" and {halves} to float16" if halves else "")
         text = f"linear: what staging rows as {kind} does, and ((1 + u)^n - 1) sum |x||w|, {order}, output rounding"
-        return Bounded(exact, bound, yardstick, scale, unbounded | over, text)
+        return BoundedOutputs(exact, bound, yardstick, scale, unbounded | over, text)
 
     def _effect(self, rows: StagedRows, w: Float64, weight: Weight) -> Float64:
         """How far the product of staged rows is from that of the given ones."""
@@ -158,7 +158,7 @@ class Elementwise:
     a: Float64
     b: Float64
 
-    def bounded(self, arithmetic: Arithmetic) -> Bounded:
+    def bounded(self, arithmetic: Arithmetic) -> BoundedOutputs:
         _on_cpu(arithmetic, "element-wise operations")
         with np.errstate(over="ignore", invalid="ignore"):
             if self.form == "sum":
@@ -175,10 +175,12 @@ class Elementwise:
             bound, unbounded = output_rounded(exact, error, arithmetic)
             yardstick = 4 * U32 * size + arithmetic.unit * np.abs(exact) + arithmetic.smallest
         text = f"{self.form}: {'exponential ' + str(_EXP) + ' u, ' if self.form == 'swiglu' else ''}output rounding"
-        return Bounded(exact, bound, yardstick, size + SMALLEST["float32"], unbounded, text)
+        return BoundedOutputs(exact, bound, yardstick, size + SMALLEST["float32"], unbounded, text)
 
 
-def attending(flash: bool, k: str, v: str, keys: int, width: int, *, half_sums: bool = False) -> Attending:
+def attending(
+    flash: bool, k: str, v: str, keys: int, width: int, *, half_sums: bool = False
+) -> AttentionRoundings:
     """The roundings of ggml's attention on a CPU over a cache of dtypes ``k`` and ``v``.
 
     Read in ops.cpp: with flash attention ggml_compute_forward_flash_attn_ext_f16_one_chunk, which stages the query by the keys' type
@@ -198,7 +200,7 @@ def attending(flash: bool, k: str, v: str, keys: int, width: int, *, half_sums: 
         sums = ((4 * keys + 48, "float32"),)
     elif half_sums and v == "float16":
         sums = (*sums, (keys // 8 + 16, "float16"))
-    return Attending(
+    return AttentionRoundings(
         query=(), cached=(), score=product, scores=((2, "float32"),), apart=3, whole=0, power=_EXP + 1, sums=sums, weights=weights,
         rounded=query, running="float16" if flash and v == "float16" else "",
     )  # fmt: skip

@@ -27,7 +27,7 @@ mlx_lm_generate: Any = importlib.import_module("mlx_lm.generate")
 
 
 @dataclass
-class Owners:
+class CacheOwners:
     """Whose caches are whose: ``of_uid`` maps a batch generator's uid to a request's number.
 
     ``serial`` is the request that a serial generator runs; ``named`` are lists of caches that belong to a model.
@@ -46,7 +46,7 @@ class Owners:
 
 
 @contextlib.contextmanager
-def watched(owners: Owners, event: OnEvent) -> Iterator[None]:
+def watched(owners: CacheOwners, event: OnEvent) -> Iterator[None]:
     """Tell ``event`` what mlx-lm's generators do to caches while the block lasts; undone on leaving, in reverse order."""
     watch = _CacheWatch(owners, event)
     with contextlib.ExitStack() as stack:
@@ -72,7 +72,7 @@ Native = Callable[..., Any]
 class _CacheWatch:
     """The wrappers: each runs the native function and says what it did."""
 
-    def __init__(self, owners: Owners, event: OnEvent) -> None:
+    def __init__(self, owners: CacheOwners, event: OnEvent) -> None:
         self._owners, self._event = owners, event
 
     def _requests(self, uids: Sequence[int]) -> list[int]:

@@ -21,7 +21,7 @@ from detdiff.explain.deciding import DecidingRow, deciding_row
 from .caches import PagedCache
 from .packed import PackedEngine, Snapshot, StopRun
 from .path_changes import Baseline, baseline
-from .reruns import Changes, Rerun, Reruns, RerunWatch, Row, rerun
+from .reruns import Rerun, RerunChanges, Reruns, RerunWatch, Row, rerun
 
 Arrays = tuple[mx.array, ...]
 """Keys or values [heads, positions, width] of one request in one layer; a quantised cache has several arrays."""
@@ -174,16 +174,16 @@ def deciding_forward(runs: Reruns, side: Side, base: Baseline) -> DecidingForwar
     """A side right before its deciding forward. In the padded layout that takes one more run to it."""
     where = deciding_row(runs.case, side)
     if runs.case.scenario(side).schedule.layout == "padded":
-        return _Padded(runs, side, where)
+        return _PaddedForward(runs, side, where)
     run = base.a if side == "a" else base.b
     start = run.snapshots.before(where.forward)
     if start is None:
         raise CannotRun(f"there is no snapshot of side {side} before its deciding forward")
-    return _Packed(runs, side, where, run, start[1])
+    return _PackedForward(runs, side, where, run, start[1])
 
 
 @dataclass(frozen=True, eq=False)
-class _Packed:
+class _PackedForward:
     runs: Reruns
     side: Side
     place: DecidingRow
@@ -216,7 +216,9 @@ class _Packed:
     def _rerun(self, before: Any) -> Rerun:
         decided = None if before is None else lambda run: _known(run, self.place)
         return rerun(
-            self.runs, self.side, Changes(start=(self.run, self.snapshot), before=before, decided=decided)
+            self.runs,
+            self.side,
+            RerunChanges(start=(self.run, self.snapshot), before=before, decided=decided),
         )
 
 
@@ -236,7 +238,7 @@ def _answer(run: Rerun, where: DecidingRow) -> Answer:
     return run.watch.rows[_row(where)] + run.watch.logits.get(_row(where), b"")
 
 
-class _Padded:
+class _PaddedForward:
     """mlx-lm's generators cannot be begun in the middle, but the model can be called as they would call it."""
 
     def __init__(self, runs: Reruns, side: Side, where: DecidingRow) -> None:
@@ -246,7 +248,7 @@ class _Padded:
                 "the request draws its tokens, and one forward of mlx-lm's generators cannot be drawn from"
             )
         self._caught: list[tuple[Forward, list[Any]]] = []
-        rerun(runs, side, Changes(begun=self._catch))
+        rerun(runs, side, RerunChanges(begun=self._catch))
         if not self._caught:
             raise CannotRun(f"side {side} did not come to its deciding forward again")
         self._forward, self._caches = self._caught[0]

@@ -235,7 +235,7 @@ class PagedCache:
 
 
 @dataclass(frozen=True)
-class Donor:
+class PrefixDonor:
     """An earlier request and the tokens whose rows its caches hold, in order."""
 
     request: int
@@ -243,14 +243,14 @@ class Donor:
 
 
 def common_prefix(
-    prompt: Sequence[int], donors: Sequence[Donor], page_tokens: int | None
-) -> tuple[Donor | None, int]:
+    prompt: Sequence[int], donors: Sequence[PrefixDonor], page_tokens: int | None
+) -> tuple[PrefixDonor | None, int]:
     """(donor, tokens) of the longest beginning of ``prompt`` that a donor holds; (None, 0) where there is none.
 
     Whole pages only where there are pages. The last token always runs, since its logits are needed, so a prompt
     of nothing but shared pages begins inside the last of them.
     """
-    best: tuple[Donor | None, int] = (None, 0)
+    best: tuple[PrefixDonor | None, int] = (None, 0)
     for donor in donors:
         same = 0
         for mine, held in zip(prompt, donor.tokens, strict=False):
@@ -341,8 +341,8 @@ class RequestCaches:
         """How many of a prompt's tokens an earlier request's caches hold, as far as they can be shared."""
         return self._donor(prompt)[1] if self._plan.share_prefix else 0
 
-    def _donor(self, prompt: Sequence[int]) -> tuple[Donor | None, int]:
-        donors = [Donor(number, tuple(held.tokens)) for number, held in self._held.items()]
+    def _donor(self, prompt: Sequence[int]) -> tuple[PrefixDonor | None, int]:
+        donors = [PrefixDonor(number, tuple(held.tokens)) for number, held in self._held.items()]
         return common_prefix(prompt, donors, self._plan.page_tokens)
 
     def begin(self, request: int, prompt: Sequence[int], at_most: int | None = None) -> int:

@@ -161,13 +161,13 @@ class MlxEngine:
         self, site: Site, captured: Captured, request: str, rows: Sequence[int], scenario: Scenario
     ) -> Operation:
         """See ``explain.controls.oracle``."""
-        from .oracle_operations import Gathered
+        from .oracle_operations import SiteRows
 
         models = self.models(scenario)
         loaded = models.draft if site.name.startswith("draft.") else models.target
         if loaded is None:
             raise OracleRefused("The draft model of the run is not at hand. Judge the target's sites.")
-        return Gathered(
+        return SiteRows(
             loaded.model, captured, site, request, list(rows), self._scales.get(site.name)
         ).operation()
 

@@ -232,7 +232,7 @@ def _bias(mask: Any, rows: int, keys: int) -> NDArray[np.float64]:
     return added[None] if added.ndim == 2 else added
 
 
-class Gathered:
+class SiteRows:
     """What rows of one site were given and gave in one run; ``positions`` int64 [rows]."""
 
     def __init__(

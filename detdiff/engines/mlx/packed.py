@@ -27,8 +27,8 @@ from detdiff.engines.schedule import (
 from detdiff.engines.speculation import Proposal, Speculator
 from detdiff.scenario import CachePlan, Schedule
 
-from .packed_model import Clock, PackedModel, greedy, ids
-from .requests import Draw, Forced
+from .packed_model import ForwardClock, PackedModel, greedy, ids
+from .requests import Forced, TokenDraw
 
 
 class StopRun(Exception):
@@ -50,7 +50,7 @@ class Progress:
     def put(self, work: Work) -> None:
         """Make ``work`` stand here."""
         work.done, work.generated = self.done, list(self.generated)
-        if isinstance(work.sampler, Draw):
+        if isinstance(work.sampler, TokenDraw):
             work.sampler.index = self.sampled
         elif isinstance(work.sampler, Forced):
             work.sampler.chosen[:] = self.sampled
@@ -74,7 +74,7 @@ class Snapshot:
 
 
 def _sampled(sampler: Any) -> Any:
-    if isinstance(sampler, Draw):
+    if isinstance(sampler, TokenDraw):
         return sampler.index
     return list(sampler.chosen) if isinstance(sampler, Forced) else None
 
@@ -83,7 +83,7 @@ BeforeStep = Callable[["PackedEngine", int], None]
 
 
 @dataclass(frozen=True)
-class Drafting:
+class DraftSession:
     """The draft model's session, and how many tokens it proposes at a time."""
 
     session: Session
@@ -91,7 +91,7 @@ class Drafting:
 
 
 @dataclass
-class _Queue:
+class _RequestQueue:
     """The requests that wait and those that are served, in order."""
 
     waiting: list[Work] = field(default_factory=list)
@@ -104,12 +104,12 @@ class PackedEngine:
     def __init__(
         self,
         session: Session,
-        drafting: Drafting | None = None,
+        drafting: DraftSession | None = None,
         *,
         plan: CachePlan | None = None,
         event: OnEvent = silent,
     ) -> None:
-        self.clock = Clock()
+        self.clock = ForwardClock()
         rewinds = 0 if drafting is None else drafting.drafts
         self.target = PackedModel(session, clock=self.clock, plan=plan, event=event, rewinds=rewinds)
         self.speculation: Speculator[PackedModel] | None = None
@@ -118,7 +118,7 @@ class PackedEngine:
                 drafting.session, name=DRAFT, clock=self.clock, plan=plan, event=event, rewinds=rewinds
             )
             self.speculation = Speculator(self.target, draft, drafting.drafts, event)
-        self._queue = _Queue()
+        self._queue = _RequestQueue()
         self._work: list[Work] = []
 
     @property
@@ -143,7 +143,7 @@ class PackedEngine:
         the run there.
         """
         if from_ is None:
-            self._work, self._queue = work, _Queue(by_arrival(work))
+            self._work, self._queue = work, _RequestQueue(by_arrival(work))
         else:
             self.resume(from_, work)
         limit = 1 if schedule.kind == "serial" else (schedule.active or len(work))
@@ -178,7 +178,7 @@ class PackedEngine:
         for progress, item in zip(snapshot.progress, work, strict=True):
             progress.put(item)
         self._work = work
-        self._queue = _Queue([of[n] for n in snapshot.waiting], [of[n] for n in snapshot.active])
+        self._queue = _RequestQueue([of[n] for n in snapshot.waiting], [of[n] for n in snapshot.active])
         self.clock.forwards, self.clock.steps = snapshot.forwards, snapshot.steps
         for model, caches in zip(self.models, snapshot.caches, strict=True):
             model.caches.restore(caches)

@@ -182,7 +182,7 @@ def refuse_unpackable(model: Any) -> None:
             )
 
 
-class Clock:
+class ForwardClock:
     """Counts the forwards of a run, those of all models and those of the target."""
 
     def __init__(self) -> None:
@@ -202,7 +202,7 @@ class PackedModel:
         session: Session,
         *,
         name: str = TARGET,
-        clock: Clock | None = None,
+        clock: ForwardClock | None = None,
         plan: CachePlan | None = None,
         event: OnEvent = silent,
         rewinds: int = 0,
@@ -210,7 +210,7 @@ class PackedModel:
         self.session, self.name = session, name
         self.caches = RequestCaches(session.model, plan, event, name)
         self._model: Module = session.model
-        self._clock = clock or Clock()
+        self._clock = clock or ForwardClock()
         self._rewinds = rewinds
         self._splitter = Splitter()
         self._next: Forward | None = None

@@ -28,7 +28,7 @@ from detdiff.engines.schedule import OnEvent, OnToken, Work, by_arrival, silent
 from detdiff.engines.speculation import DraftCounts
 from detdiff.scenario import CachePlan, Schedule
 
-from .cache_events import Owners, watched
+from .cache_events import CacheOwners, watched
 from .caches import reused_cache
 from .requests import segment
 
@@ -131,7 +131,7 @@ class PaddedRun:
 def run_padded(run: PaddedRun, work: list[Work]) -> None:
     """Run all requests; serial through ``generate_step``, else through ``BatchGenerator``."""
     with contextlib.ExitStack() as stack:
-        owners = Owners(of_uid=lambda uid: run.composer.work_of(uid).index)
+        owners = CacheOwners(of_uid=lambda uid: run.composer.work_of(uid).index)
         if run.event is not silent:
             stack.enter_context(watched(owners, run.event))
         if run.schedule.kind == "serial":
@@ -207,7 +207,7 @@ def _insert(generator: BatchGenerator, work: list[Work], composer: PaddedCompose
 
 
 @dataclass
-class _Round:
+class _VerificationRound:
     """One verification: its first row's position, the tokens it was fed, and what the target chose after each."""
 
     start: int
@@ -228,8 +228,8 @@ class SpeculativeComposer:
         self._work: Work | None = None
         self._done = {TARGET: 0, DRAFT: 0}
         self._running = TARGET
-        self._round: _Round | None = None
-        self.owners = Owners(of_uid=lambda uid: uid)
+        self._round: _VerificationRound | None = None
+        self.owners = CacheOwners(of_uid=lambda uid: uid)
         self.forwards = 0
         self.counts: dict[int, DraftCounts] = {}
 
@@ -256,7 +256,7 @@ class SpeculativeComposer:
         self._done[model] = start + count
         phase = "prefill" if prompt else "verify"
         if model == TARGET and not prompt:
-            self._round = _Round(start, inputs, before=len(work.generated))
+            self._round = _VerificationRound(start, inputs, before=len(work.generated))
         segment = Segment(work.index, 0, start, count, "draft" if model == DRAFT else phase)
         self.forwards += 1
         return Forward(self.forwards - 1, "padded", (1, count), (segment,), inputs, None, not prompt, model)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from detdiff.engines.mlx.taps.forward import Forward
-from detdiff.engines.mlx.taps.kernel_plan import NATIVE, CallSite, Path, RowComputation, Span
+from detdiff.engines.mlx.taps.kernel_plan import NATIVE, CallSite, KernelPath, RowComputation, Span
 from detdiff.engines.mlx.taps.operations import ROW_BY_ROW
 from detdiff.engines.mlx.taps.sites import SiteMap
 from detdiff.explain.case import Side
@@ -26,12 +26,12 @@ from detdiff.explain.deciding import deciding_row
 from detdiff_kernels import Call
 
 from .rerun_findings import FlipOf, RerunTarget, divergence_of, flip_of, origin_port
-from .reruns import Changes, Paths, Rerun, Reruns, Row, rerun, rows_of
+from .reruns import Rerun, RerunChanges, Reruns, Row, TakenPaths, rerun, rows_of
 
 Spans = tuple[Span, ...]
 
 
-class Steer:
+class PlanSteering:
     """Follows the plan; on its own it only makes a session say how every path was made."""
 
     doubts = False
@@ -64,7 +64,7 @@ class Steer:
         return [] if rest else [row for row in rows for _ in range(several)]
 
 
-class SingleRowPaths(Steer):
+class SingleRowPaths(PlanSteering):
     """Every call on the path that a single row takes, whatever the number of rows."""
 
     def __init__(self, plan: Callable[[CallSite, Call], Spans]) -> None:
@@ -76,10 +76,10 @@ class SingleRowPaths(Steer):
         if call.op == "attention":
             if call.rows * call.batch == 1:
                 return planned
-            return (Span(0, call.rows, Path(ROW_BY_ROW, "held: every row as a call of its own")),)
+            return (Span(0, call.rows, KernelPath(ROW_BY_ROW, "held: every row as a call of its own")),)
         path = self._plan(place, replace(call, rows=1, second_last=1, sorted=False))[0].path
         if path.kernel is None and path.name == NATIVE:
-            path = Path("forced/rows", "held: every row as a call of its own")
+            path = KernelPath("forced/rows", "held: every row as a call of its own")
         return (Span(0, call.rows, replace(path, rows=None if path.kernel is None else 1, asked=False)),)
 
 
@@ -95,11 +95,11 @@ class PathChanges:
     """All path changes between two runs: by call of B its rows, and by row and site what A did there."""
 
     calls: dict[PathChange, list[Row]] = field(default_factory=dict)
-    held: dict[tuple[str, Row], tuple[PathChange, Path]] = field(default_factory=dict)
+    held: dict[tuple[str, Row], tuple[PathChange, KernelPath]] = field(default_factory=dict)
     made: dict[PathChange, tuple[RowComputation, RowComputation]] = field(default_factory=dict)
 
     @classmethod
-    def between(cls, a: Paths, b: Paths) -> PathChanges:
+    def between(cls, a: TakenPaths, b: TakenPaths) -> PathChanges:
         """Rows are matched by model, request and position; what only one run has is no candidate."""
         found = cls()
         for row, (forward, flat) in b.places.items():
@@ -117,10 +117,10 @@ class PathChanges:
         return found
 
 
-Kept = tuple[PathChange, Path]
+Kept = tuple[PathChange, KernelPath]
 
 
-class Doubting(Steer):
+class TwoWaySteering(PlanSteering):
     """Computes path changes both ways on the same inputs.
 
     ``effective`` holds, by change, the first forward in which the two ways differed in bits.
@@ -157,10 +157,10 @@ class Doubting(Steer):
         self._open.clear()
 
 
-class Doubted(Doubting):
+class BesidePathsOfA(TwoWaySteering):
     """The plan's own paths, each call also computed on the paths that run A took for its rows."""
 
-    def __init__(self, a: Paths) -> None:
+    def __init__(self, a: TakenPaths) -> None:
         super().__init__()
         self._a = a
 
@@ -190,7 +190,7 @@ def _alike(a: RowComputation, b: RowComputation) -> bool:
     return a.same_as(b)
 
 
-class Allowed(Doubting):
+class AllowedChanges(TwoWaySteering):
     """Run A's paths for every row of a path change, but for the changes that are ``allowed``, which stay B's.
 
     With ``doubting``, each change is also computed the other way.
@@ -217,19 +217,19 @@ class Allowed(Doubting):
 
 def _spans(
     rows: list[Row | None],
-    known: Mapping[Row, tuple[PathChange, Path]],
+    known: Mapping[Row, tuple[PathChange, KernelPath]],
     planned: Spans,
     call: Call,
     holds: Callable[[PathChange], bool],
 ) -> Spans:
     """The rows of a call as spans: A's path where a change is held, else the planned one as of the whole call."""
-    paths: list[Path | None] = []
+    paths: list[KernelPath | None] = []
     for row in rows:
         found = known.get(row) if row is not None else None
         paths.append(found[1] if found is not None and holds(found[0]) else None)
     if not any(paths):
         return planned
-    natural: list[Path] = []
+    natural: list[KernelPath] = []
     for first, last, path in planned:
         rows_then = path.rows or (call.rows if len(planned) == 1 else last - first)
         natural += [replace(path, rows=None if call.op == "attention" else rows_then, asked=False)] * (
@@ -279,10 +279,12 @@ def _baseline(runs: Reruns) -> Baseline:
         ({}, {}) if flip is not None else (origin_port(runs, "a"), origin_port(runs, "b"))
     )
     enough = None if flip is None or at[1] is None else _reached(runs, at[1])
-    a = rerun(runs, "a", Changes(steering=Steer(), keep=True, at=at[0], wanted=ports[0], decided=enough))
-    doubts = Doubted(a.watch.paths)
+    a = rerun(
+        runs, "a", RerunChanges(steering=PlanSteering(), keep=True, at=at[0], wanted=ports[0], decided=enough)
+    )
+    doubts = BesidePathsOfA(a.watch.paths)
     decided = None if flip is None else lambda run: flip.happened(run) is not None
-    b = rerun(runs, "b", Changes(steering=doubts, keep=True, at=at[1], decided=decided, wanted=ports[1]))
+    b = rerun(runs, "b", RerunChanges(steering=doubts, keep=True, at=at[1], decided=decided, wanted=ports[1]))
     doubts.settle()
     if flip is not None and not flip.happened(b):
         raise CannotRun(f"{flip.sentence} did not happen when b was run again (see the control repeat)")
@@ -318,7 +320,7 @@ NEVER = 1 << 60
 
 
 @dataclass
-class _Known:
+class _KnownRun:
     """A run that a trial may fall together with: which changes move bits on its inputs, and how it ended."""
 
     run: Rerun
@@ -344,19 +346,19 @@ class MinimalChangeTrials:
         self.asked = self.run = self.forwards = self.held_forwards = 0
         self.remains = False
         self.answers: dict[frozenset[PathChange], bool] = {}
-        self.natural = _Known(self.base.b, self.base.effective, True)
+        self.natural = _KnownRun(self.base.b, self.base.effective, True)
         if self.effective:
             self.held = self._hold()
             self.held_forwards, self.remains = self.held.run.forwards, self.held.happened
 
-    def _hold(self) -> _Known:
+    def _hold(self) -> _KnownRun:
         base = self.base
-        doubts = Allowed(base.changes, (), doubting=True)
+        doubts = AllowedChanges(base.changes, (), doubting=True)
         first = base.b.snapshots.before(min(base.effective.values()))
         held = rerun(
             self.runs,
             "b",
-            Changes(
+            RerunChanges(
                 steering=doubts,
                 keep=True,
                 decided=lambda run: base.target.happened(run) is not None,
@@ -365,7 +367,7 @@ class MinimalChangeTrials:
             ),
         )
         doubts.settle()
-        return _Known(held, doubts.effective, bool(base.target.happened(held)))
+        return _KnownRun(held, doubts.effective, bool(base.target.happened(held)))
 
     def happens(self, allowed: Sequence[PathChange]) -> bool:
         """Whether the target still happens where only these changes are left as b has them."""
@@ -397,8 +399,8 @@ class MinimalChangeTrials:
         trial = rerun(
             self.runs,
             "b",
-            Changes(
-                steering=Allowed(self.base.changes, allowed),
+            RerunChanges(
+                steering=AllowedChanges(self.base.changes, allowed),
                 decided=decided,
                 start=None if start is None else (known.run, start[1]),
                 wanted=self.base.wanted,

@@ -32,10 +32,10 @@ def sampler(sampling: Sampling) -> Sampler:
         # One object for all greedy requests: mlx-lm then samples the whole batch in one call.
         greedy: Sampler = greedy_sampler
         return greedy
-    return Draw(sampling)
+    return TokenDraw(sampling)
 
 
-class Draw:
+class TokenDraw:
     """Draws of one request; ``index`` is that of the next token."""
 
     def __init__(self, sampling: Sampling) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from detdiff.engines.mlx.taps.forward import Forward, Steering, handle, memory
-from detdiff.engines.mlx.taps.kernel_plan import RowComputation, Taken
+from detdiff.engines.mlx.taps.kernel_plan import RowComputation, TakenPath
 from detdiff.engines.mlx.taps.sites import Arrays, SiteMap
 from detdiff.engines.schedule import Work
 from detdiff.explain.case import Case, Side
@@ -54,7 +54,7 @@ def rows_of(forward: Forward) -> list[Row | None]:
 
 
 @dataclass
-class Paths:
+class TakenPaths:
     """The paths that a run took: per forward and site runs of flat rows, and where each row was (its last write)."""
 
     forwards: dict[int, dict[str, list[tuple[range, RowComputation]]]] = field(default_factory=dict)
@@ -84,7 +84,7 @@ class RerunWatch:
         self.forward_of: dict[Row, int] = {}
         self.chain: list[bytes] = []
         self.compositions: list[tuple[Any, ...]] = []
-        self.paths = Paths()
+        self.paths = TakenPaths()
         self.marks: dict[Mark, bytes] = {}
         self.values: dict[Mark, mx.array] = {}
         self.wanted: dict[tuple[str, str], Row] = {}
@@ -147,7 +147,7 @@ class RerunWatch:
                 self.marks[Mark(site, port, row)] = _flat(value)
                 self.values[Mark(site, port, row)] = value
 
-    def call(self, key: str, taken: Taken) -> None:
+    def call(self, key: str, taken: TakenPath) -> None:
         forward = self._forward
         if forward is None or taken.made is None:
             return
@@ -345,7 +345,7 @@ Decided = Callable[[Rerun], bool]
 
 
 @runtime_checkable
-class Doubts(Protocol):
+class ComputesTwoWays(Protocol):
     """Steering that computes calls in two ways: ``effective`` has those that differed in bits, once they are settled."""
 
     effective: dict[Any, int]
@@ -354,7 +354,7 @@ class Doubts(Protocol):
 
 
 @dataclass(frozen=True)
-class Changes:
+class RerunChanges:
     """What is changed in a re-run of a side, and how much of it is run.
 
     ``scenario`` stands for the side's own; ``steering`` chooses paths. ``decided(run)`` is asked after each token and
@@ -377,9 +377,9 @@ class Changes:
     progress: Callable[[int, int], None] | None = None
 
 
-def rerun(runs: Reruns, side: Side, changes: Changes | None = None) -> Rerun:
+def rerun(runs: Reruns, side: Side, changes: RerunChanges | None = None) -> Rerun:
     """Run a side again. Raises BudgetSpent when the case's budget ends, and what the engine raises."""
-    changes = changes or Changes()
+    changes = changes or RerunChanges()
     if changes.start is None and changes.progress is None:
         # From a snapshot it is over before a bar is drawn.
         changes = replace(changes, progress=runs.case.progress)
@@ -408,7 +408,7 @@ def rerun(runs: Reruns, side: Side, changes: Changes | None = None) -> Rerun:
     return run
 
 
-def _watch(runs: Reruns, run: Rerun, changes: Changes, sessions: Sessions) -> RerunWatch:
+def _watch(runs: Reruns, run: Rerun, changes: RerunChanges, sessions: Sessions) -> RerunWatch:
     padded = (changes.scenario or runs.case.scenario(run.side)).schedule.layout == "padded"
 
     def begun(forward: Forward, caches: Sequence[Any]) -> None:
@@ -435,7 +435,9 @@ def _continue(run: Rerun, known: Rerun, snapshot: Snapshot) -> None:
         run.tokens[n] = known.tokens[n][: len(tokens)]
 
 
-def _serve(run: Rerun, changes: Changes, scenario: Scenario, sessions: Sessions, work: list[Work]) -> None:
+def _serve(
+    run: Rerun, changes: RerunChanges, scenario: Scenario, sessions: Sessions, work: list[Work]
+) -> None:
     total = sum(item.max_tokens for item in work)
 
     def on_token(request: int, index: int, token: int) -> None:
@@ -470,7 +472,7 @@ def _serve(run: Rerun, changes: Changes, scenario: Scenario, sessions: Sessions,
 
     def _happened(steering: Any) -> bool:
         nonlocal seen
-        if not isinstance(steering, Doubts):
+        if not isinstance(steering, ComputesTwoWays):
             return False
         steering.settle()
         before, seen = seen, len(steering.effective)

@@ -19,7 +19,7 @@ from mlx_lm.sample_utils import greedy_sampler
 from numpy.typing import NDArray
 
 from detdiff.engines.mlx.taps.forward import Forward, handle, memory
-from detdiff.engines.mlx.taps.kernel_plan import StagedWeights, Taken
+from detdiff.engines.mlx.taps.kernel_plan import StagedWeights, TakenPath
 from detdiff.engines.mlx.taps.session import Session
 from detdiff.engines.mlx.taps.sites import Arrays, SiteMap
 from detdiff.engines.schedule import Share, Work
@@ -71,7 +71,7 @@ class _PortRecording:
         (probe,) = (s for s in self._forward.segments if s.request == 0)
         return probe.column + probe.count - 1
 
-    def call(self, key: str, taken: Taken) -> None: ...
+    def call(self, key: str, taken: TakenPath) -> None: ...
     def cache_call(self, key: str, keys: mx.array, values: mx.array, calls: Any) -> None: ...
     def mask(self, layer: int | None, kind: str) -> None: ...
     def block_done(self, key: str) -> None: ...

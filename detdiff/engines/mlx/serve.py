@@ -17,7 +17,7 @@ from detdiff.engines.speculation import refuse_long_for_draft, refuse_other_voca
 from detdiff.errors import ModelRunError
 from detdiff.scenario import Scenario
 
-from .packed import Drafting, PackedEngine
+from .packed import DraftSession, PackedEngine
 from .padded import PaddedComposer, PaddedRun, Pair, SpeculativeComposer, run_padded, run_speculative
 from .requests import prepare
 from .run_checks import refuse_leaks
@@ -163,7 +163,7 @@ def packed_engine(scenario: Scenario, sessions: Sessions, event: OnEvent = silen
     """The engine that a packed scenario runs on."""
     speculation, drafting = scenario.speculation, None
     if speculation is not None and sessions.draft is not None:
-        drafting = Drafting(sessions.draft, speculation.drafts)
+        drafting = DraftSession(sessions.draft, speculation.drafts)
     return PackedEngine(sessions.target, drafting, plan=scenario.cache, event=event)
 
 

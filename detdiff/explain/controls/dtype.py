@@ -28,7 +28,7 @@ COARSE: Final = 2.0**-10
 
 
 @dataclass(frozen=True, eq=False)
-class Scaled(Figures):
+class DtypeFigures(Figures):
     """The relative difference at ``site`` and ``position`` in the model's own ``dtype`` and in the ``other`` one."""
 
     dtype: str
@@ -72,7 +72,7 @@ def dtype(case: Case) -> Outcome:
     if before == 0 or not math.isfinite(before) or not math.isfinite(after):
         raise CannotRun(f"the difference at {where} is {before:g} in {mine.dtype} and {after:g} in {OTHER}")
     ratio, expected = after / before, UNIT[OTHER] / UNIT[mine.dtype]
-    figures = Scaled(mine.dtype, OTHER, before, after, expected, origin.site, origin.position, ratio)
+    figures = DtypeFigures(mine.dtype, OTHER, before, after, expected, origin.site, origin.position, ratio)
     sentence = f"at {where} the runs differ by {before:.2g} of the values in {mine.dtype} and by {after:.2g} in {OTHER}"
     if ratio <= SHRUNK:
         return Outcome("scales", f"{sentence}: that shrinks with the precision, as rounding does", figures)

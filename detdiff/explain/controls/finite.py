@@ -46,7 +46,7 @@ class NotFiniteValue:
 
 
 @dataclass(frozen=True, eq=False)
-class Finite(Figures):
+class FiniteFigures(Figures):
     """``first`` is the earliest of both runs, with its clause as ``said``; ``runs`` are the sides that have one."""
 
     first: Mapping[str, Any] | None = None
@@ -76,8 +76,8 @@ def finite(case: Case) -> Outcome:
             found.append(first)
     if not found:
         return Outcome(
-            "finite", "every value of every site is finite in both runs, padding included", Finite()
+            "finite", "every value of every site is finite in both runs, padding included", FiniteFigures()
         )
     first = min(found, key=lambda each: each.forward)
-    figures = Finite({**asdict(first), "said": first.sentence}, tuple(each.run for each in found))
+    figures = FiniteFigures({**asdict(first), "said": first.sentence}, tuple(each.run for each in found))
     return Outcome("not_finite", first.sentence, figures)

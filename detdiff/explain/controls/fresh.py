@@ -16,7 +16,7 @@ from .repeat import first_place, same
 
 
 @dataclass(frozen=True, eq=False)
-class Fresh(Figures):
+class FreshFigures(Figures):
     """Where ``side`` first was another on a fresh engine; ``again`` says that it is its first request, asked again after
     the others, that was another. ``runs`` counts the fresh runs of each side."""
 
@@ -57,13 +57,15 @@ def fresh(case: Case) -> Outcome:
             runs[side] += 1
             if not same(compare(found, second)):
                 sentence = f"two runs of side {side} on fresh engines gave other bits each"
-                return Outcome("unsteady", sentence, Fresh(runs, side))
+                return Outcome("unsteady", sentence, FreshFigures(runs, side))
             place = first_place(compare(found, repeated))
             sentence = (
                 f"side {side} gives other bits on an engine that has served nothing than on one that has, first at "
                 f"{place['where']}, and the same ones each time"
             )
-            return Outcome("differs", sentence, Fresh(runs, side, place.get("request"), place["where"]))
+            return Outcome(
+                "differs", sentence, FreshFigures(runs, side, place.get("request"), place["where"])
+            )
         if asked is not None and before is not None:
             after = case.record(asked, side, on=engine)
             told = compare(before, after)
@@ -74,10 +76,10 @@ def fresh(case: Case) -> Outcome:
                     f"them, first at {place['where']}"
                 )
                 return Outcome(
-                    "differs", sentence, Fresh(runs, side, place.get("request"), place["where"], True)
+                    "differs", sentence, FreshFigures(runs, side, place.get("request"), place["where"], True)
                 )
     sentence = "on an engine that has served nothing, both sides are the same, and so is the first request, asked again at the end"
-    return Outcome("equal", sentence, Fresh(runs))
+    return Outcome("equal", sentence, FreshFigures(runs))
 
 
 def _first_alone(scenario: Scenario) -> Scenario | None:

@@ -46,7 +46,7 @@ class TriesPaths(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class Minimal(Figures):
+class MinimalChangeFigures(Figures):
     """``candidates`` path changes, of which ``effective`` move a bit; ``smallest`` lists those that are enough for
     ``target``. The rest counts forwards and trials."""
 
@@ -74,11 +74,13 @@ def minimal_change(case: Case) -> Outcome:
             if not found.candidates
             else f"none of the {found.candidates} calls of b that took another path than a moved a bit by it"
         )
-        return Outcome("none", f"there is no path change to minimal_change: {why}", Minimal(**counts))
+        return Outcome(
+            "none", f"there is no path change to minimal_change: {why}", MinimalChangeFigures(**counts)
+        )
     counts |= {"held_forwards": found.held_forwards, "baseline_forwards": found.baseline_forwards}
     if found.remains:
         sentence = f"{found.target} happens even where every row takes the path that it took in a"
-        return Outcome("remains", sentence, Minimal(**counts))
+        return Outcome("remains", sentence, MinimalChangeFigures(**counts))
     best = list(found.effective)
     result = "smallest"
 
@@ -109,4 +111,4 @@ def minimal_change(case: Case) -> Outcome:
     )
     if result == "reduced":
         sentence += "; the budget ended before a smaller set was ruled out"
-    return Outcome(result, sentence, Minimal(**counts, smallest=listed, target=found.target))
+    return Outcome(result, sentence, MinimalChangeFigures(**counts, smallest=listed, target=found.target))

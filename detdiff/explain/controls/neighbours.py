@@ -18,7 +18,7 @@ SEED = 4
 
 
 @dataclass(frozen=True, eq=False)
-class Neighboured(Figures):
+class NeighbourFigures(Figures):
     """What changed of ``request`` first: ``where`` in words, a site with ``composition``, or a token or a cache entry.
 
     ``forwards_alike`` of ``forwards`` were looked at: those of the same composition. ``entry`` is the first changed cache
@@ -66,16 +66,16 @@ def neighbour_content(case: Case) -> Outcome:
     others = "the other request" if more == 1 else f"the other {more} requests"
     if first is None:
         sentence = f"with other text of the same length in {others} of side {side}, no bit of {id} changed in the first {alike} forwards"
-        return Outcome("equal", sentence, Neighboured(**detail))
+        return Outcome("equal", sentence, NeighbourFigures(**detail))
     detail |= first
     if first.get("kind") == "switch":
         sentence = (
             f"with other text in {others} of side {side}, {id} changed first at the expert layer {first['where']}, whose "
             "calls hold the rows of all requests that chose an expert"
         )
-        return Outcome("undecided", sentence, Neighboured(**detail))
+        return Outcome("undecided", sentence, NeighbourFigures(**detail))
     sentence = f"with other text of the same length in {others} of side {side}, {id} changed, first at {first['where']}"
-    return Outcome("differs", sentence, Neighboured(**detail))
+    return Outcome("differs", sentence, NeighbourFigures(**detail))
 
 
 @control("neighbour_length", after="patch_out")
@@ -96,9 +96,9 @@ def neighbour_length(case: Case) -> Outcome:
     first = _first(found, None)
     if found.stage is None or first is None:
         sentence = f"with the other requests one token shorter, no bit of {id} changed"
-        return Outcome("equal", sentence, Neighboured(**detail))
+        return Outcome("equal", sentence, NeighbourFigures(**detail))
     sentence = f"with the other requests one token shorter, {id} changed, first at {first['where']}"
-    return Outcome("differs", sentence, Neighboured(**detail, **first))
+    return Outcome("differs", sentence, NeighbourFigures(**detail, **first))
 
 
 def _subject(case: Case) -> tuple[Side, str]:

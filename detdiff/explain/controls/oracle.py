@@ -29,7 +29,7 @@ _LOOKED_AT: Final = 1000
 
 
 @dataclass(frozen=True, eq=False)
-class OracleFound(Figures):
+class OracleFigures(Figures):
     """Of ``origins`` origins ``judged`` were judged: rows inside and outside on each side, ``changed`` cache reads.
 
     ``nearer`` is the side nearer to float64 and ``ratio`` a's error over b's; ``far`` a side that is far worse, by an error
@@ -107,7 +107,7 @@ def judged(case: Case, at_most: int) -> Outcome:
             _judge(case, sides, group, scores)
     worst = scores.first_outside()
     affected = "" if worst is None else pattern(case.a, case.b, worst.origin_row.site.name, worst.run)
-    return Outcome(scores.result, scores.sentence(), OracleFound(**scores.detail(affected)))
+    return Outcome(scores.result, scores.sentence(), OracleFigures(**scores.detail(affected)))
 
 
 def sample(origin_rows: Sequence[OriginRow], at_most: int = AT_MOST) -> list[OriginRow]:

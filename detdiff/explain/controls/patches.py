@@ -54,7 +54,7 @@ class PatchesCache(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class Patched(Figures):
+class PatchFigures(Figures):
     """``differing_entries`` entries differ at the deciding row's ``position``; the smallest set that works has ``entries`` of these
     ``layers``, ``kinds``, ``heads`` and ``positions`` (inclusive ranges), and is ``exact`` where no smaller one was left to
     try. ``smallest`` lists at most 64 of it."""
@@ -115,15 +115,15 @@ def _patch(case: Case, side: Side, results: tuple[str, str]) -> Outcome:
         figures["positions_held"] = dict(pair.ends)
     if not pair.differing:
         sentence = f"every cache entry that {case.focus.id} could read before the forward of the flip is equal in both runs"
-        return Outcome("no_differing_entries", sentence, Patched(**figures))
+        return Outcome("no_differing_entries", sentence, PatchFigures(**figures))
     if pair.own["a"] == pair.own["b"]:
         sentence = f"{len(pair.differing)} cache entries differ, and the deciding row of {case.focus.id} gives the same bits in both runs"
-        return Outcome("no_effect", sentence, Patched(**figures))
+        return Outcome("no_effect", sentence, PatchFigures(**figures))
     wanted = pair.own[other]
     took = f"{len(pair.differing)} differing cache entries of {other} in {side}"
     if pair.answer(side, pair.differing) != wanted:
         sentence = f"with all {took}, {side} still decides otherwise than {other}: {what} is not in {_patched(states)} alone"
-        return Outcome(results[1], sentence, Patched(**figures))
+        return Outcome(results[1], sentence, PatchFigures(**figures))
     best, exact, trials = _smallest(pair, side, wanted)
     positions = tuple((first, last) for first, last in ranges([entry.position for entry in best]))
     layers = tuple(sorted({entry.layer for entry in best}))
@@ -144,7 +144,7 @@ def _patch(case: Case, side: Side, results: tuple[str, str]) -> Outcome:
         f"{'' if len(layers) == 1 else 's'} {_spans(ranges(layers))} at position"
         f"{'' if len({e.position for e in best}) == 1 else 's'} {_spans(positions)}"
     )
-    return Outcome(results[0], sentence, Patched(**figures))
+    return Outcome(results[0], sentence, PatchFigures(**figures))
 
 
 def _smallest(pair: Patches, side: Side, wanted: Decision) -> tuple[list[EntryKey], bool, int]:

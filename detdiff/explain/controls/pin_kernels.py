@@ -16,7 +16,7 @@ from ..control import CannotRun, Figures, Outcome, control
 
 
 @dataclass(frozen=True, eq=False)
-class Pinned(Figures):
+class PinKernelsFigures(Figures):
     """``how`` the paths were pinned and what that costs, in words; ``tried`` has each way that was tried.
 
     ``seconds_per_forward`` is by side (as it is, pinned).
@@ -128,5 +128,5 @@ def _outcome(case: Case, how: str, traces: Mapping[Side, Trace], tried: list[dic
         sentence = f"even with {how}, cache entries or logits differ, though the tokens are equal"
     else:
         sentence = f"even with {how}, the two sides diverge"
-    figures = Pinned(how, cost, tuple(tried), per_forward, tokens, bits)  # type: ignore[arg-type]
+    figures = PinKernelsFigures(how, cost, tuple(tried), per_forward, tokens, bits)  # type: ignore[arg-type]
     return Outcome("removed" if tokens and bits else "remains", sentence, figures)

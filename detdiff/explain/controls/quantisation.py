@@ -13,7 +13,7 @@ from ..control import CannotRun, Figures, Outcome, control
 
 
 @dataclass(frozen=True, eq=False)
-class Unquantised(Figures):
+class QuantisationFigures(Figures):
     """``stage`` is the one on which the runs still diverge."""
 
     stage: str | None
@@ -39,6 +39,6 @@ def quantisation(case: Case) -> Outcome:
     found = compare(*traces)
     if found.identical:
         sentence = "with no side quantising its cache, the runs are identical"
-        return Outcome("removed", sentence, Unquantised(found.stage))
+        return Outcome("removed", sentence, QuantisationFigures(found.stage))
     sentence = f"with no side quantising its cache, the runs still diverge on the stage {found.stage}"
-    return Outcome("remains", sentence, Unquantised(found.stage))
+    return Outcome("remains", sentence, QuantisationFigures(found.stage))

@@ -15,7 +15,7 @@ from ..control import BudgetSpent, Figures, Outcome, control
 
 
 @dataclass(frozen=True, eq=False)
-class Repeated(Figures):
+class RepeatFigures(Figures):
     """How often each side was run again (``repetitions``), and where ``side`` first was another: ``where`` in words.
 
     ``returned`` says that a later repetition gave the trace's bits again.
@@ -68,7 +68,7 @@ def _times(count: int) -> str:
 
 def _equal(done: dict[str, int]) -> Outcome:
     sentence = f"run again, side a {done['a']} times and side b {done['b']} times, every digest and every token was equal"
-    return Outcome("equal", sentence, Repeated(dict(done)))
+    return Outcome("equal", sentence, RepeatFigures(dict(done)))
 
 
 def _differs(case: Case, side: Side, again: Trace, found: Divergence, done: dict[str, int]) -> Outcome:
@@ -86,7 +86,7 @@ def _differs(case: Case, side: Side, again: Trace, found: Divergence, done: dict
             "other versions (see the environment in `detdiff show`). Record both sides again on this machine."
         )
     where = first_place(found)
-    figures = Repeated(dict(done), side, **where, returned=returned)
+    figures = RepeatFigures(dict(done), side, **where, returned=returned)
     if steady:
         sentence = (
             f"side {side} does not repeat its trace and repeats itself, in {done[side]} runs: the first difference from the "

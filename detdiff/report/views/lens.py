@@ -13,9 +13,9 @@ from ..svg import (
     AREA,
     Axis,
     Canvas,
+    CursorJump,
     CursorPlaces,
     Drawing,
-    Jump,
     LinearScale,
     Symbol,
     axis_label,
@@ -203,7 +203,7 @@ def lens_drawing(request: RequestSeries) -> Drawing:
         ("here", [" and ".join(f"{run} turns" for run in _RUNS if turns[run] == n) or None for n in layers])
     )
     stops = sorted({(0, n) for n in turns.values() if n is not None})
-    jumps = [Jump("t", "Next turn", stops)] if stops else []
+    jumps = [CursorJump("t", "Next turn", stops)] if stops else []
     axis = Axis([f"After layer {layer}" for layer in layers], about)
     return Drawing(lens_svg(request), [""], axis, (), jumps, (), (0, len(layers) - 1))
 

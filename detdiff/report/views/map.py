@@ -17,10 +17,10 @@ from ..svg import (
     STEPS,
     Axis,
     Canvas,
+    CursorJump,
     CursorPlaces,
-    Door,
     Drawing,
-    Jump,
+    DrawingKey,
     LinearScale,
     Symbol,
     diamond,
@@ -422,7 +422,7 @@ def map_drawings(
     if position is None:
         origins_here = np.flatnonzero((layers.state == ORIGIN).any(axis=0))
         position = int(origins_here[0]) if origins_here.size else None
-    axes = _Axes(series, request)
+    axes = _MapAxes(series, request)
     windows = [] if request.positions <= COLUMNS else [position, request.flip_position]
     close = [_window(at, request.positions) for at in windows if at is not None]
     near = close[:1] if position is not None else []
@@ -464,7 +464,7 @@ def _drawing(
     grid: Grid,
     window: tuple[int, int],
     request: RequestSeries,
-    axes: _Axes,
+    axes: _MapAxes,
     origins_here: int | None,
 ) -> Drawing:
     whole = (0, request.positions - 1)
@@ -479,15 +479,15 @@ def _drawing(
     jumps = []
     at = column(origins_here)
     if at is not None:
-        jumps.append(Jump("b", "Origin", [next((each for each in found if each[1] == at), (None, at))]))
+        jumps.append(CursorJump("b", "Origin", [next((each for each in found if each[1] == at), (None, at))]))
     if (flip := column(request.flip_position)) is not None:
-        jumps.append(Jump("f", "Flip", [(None, flip)]))
+        jumps.append(CursorJump("f", "Flip", [(None, flip)]))
     if found:
-        jumps.append(Jump("n", "Next origin", found))
+        jumps.append(CursorJump("n", "Next origin", found))
     layers = grid is request.layers
     names = grid.rows if layers else (grid.name,) * len(grid.rows)
     doors = [
-        Door(
+        DrawingKey(
             key,
             label,
             [(_windowed(f"{part} of {each}", window, whole), named(f"{part} of {each}")) for each in names],
@@ -499,7 +499,9 @@ def _drawing(
         if not name.startswith(part)
     ]
     if not layers:
-        doors.append(Door("Escape", "Back to layers", [(_windowed(_ALL, window, whole), _ALL)] * len(names)))
+        doors.append(
+            DrawingKey("Escape", "Back to layers", [(_windowed(_ALL, window, whole), _ALL)] * len(names))
+        )
     start = next((each for each in found if each[1] == at), found[0] if found else (0, 0))
     return Drawing(
         svg=grid_svg(grid, frame_of(request), *window),
@@ -559,7 +561,7 @@ def _told_size(x: float) -> str | float | None:
     return "infinite" if np.isinf(x) else float(f"{x:.3g}") if x < 1000 else round(x)
 
 
-class _Axes:
+class _MapAxes:
     """What is told of a position: its token, and which forward ran its row in either run. One axis for all grids alike."""
 
     def __init__(self, series: Series, request: RequestSeries) -> None:

@@ -13,9 +13,9 @@ from ..svg import (
     AREA,
     Axis,
     Canvas,
+    CursorJump,
     CursorPlaces,
     Drawing,
-    Jump,
     LinearScale,
     Log,
     Symbol,
@@ -47,7 +47,7 @@ def margins_svg(request: RequestSeries, *, columns: int = COLUMNS, standalone: b
     More tokens than fit share places: then the smallest margin is drawn, the largest as a dash, and the largest
     movement.
     """
-    data = _Data.of(request, columns)
+    data = _MarginData.of(request, columns)
     plan = _TokenScale.of(data, columns)
     canvas, top = Canvas(), 4.0
     title = f"Margins of {shortened(request.id)}"
@@ -94,7 +94,7 @@ def _finite(x: float | None) -> float | None:
 
 
 @dataclass(frozen=True)
-class _Data:
+class _MarginData:
     """The tokens and what is read from them. ``moved`` is the largest movement; ``per`` the tokens of one place."""
 
     tokens: Sequence[TokenPoint]
@@ -106,7 +106,7 @@ class _Data:
     high: float
 
     @classmethod
-    def of(cls, request: RequestSeries, columns: int) -> _Data:
+    def of(cls, request: RequestSeries, columns: int) -> _MarginData:
         tokens = request.tokens_a
         per = -(-len(tokens) // (2 * columns)) if tokens else 1
         places = [_TokenGroup.of(tokens[first : first + per]) for first in range(0, len(tokens), per)]
@@ -132,7 +132,7 @@ class _TokenScale:
     tokens: int
 
     @classmethod
-    def of(cls, data: _Data, columns: int) -> _TokenScale:
+    def of(cls, data: _MarginData, columns: int) -> _TokenScale:
         # Where run a stopped earlier, the flip is the token that it does not have.
         tokens = max(len(data.tokens), 0 if data.flip is None else data.flip + 1)
         left, area = 58.0, AREA * columns
@@ -142,13 +142,13 @@ class _TokenScale:
     def x(self, index: float) -> float:
         return self.left + (self.right - self.left) * (index + 0.5) / max(1, self.tokens)
 
-    def places(self, data: _Data, scale: Log) -> CursorPlaces:
+    def places(self, data: _MarginData, scale: Log) -> CursorPlaces:
         """One for each token, or for those that share a place."""
         step = (self.right - self.left) / max(1, self.tokens) * data.per
         return CursorPlaces(self.left, step, [(scale.end - 6, scale.floor + 4 - scale.end + 6)])
 
 
-def _ground(canvas: Canvas, plan: _TokenScale, data: _Data, scale: Log) -> None:
+def _ground(canvas: Canvas, plan: _TokenScale, data: _MarginData, scale: Log) -> None:
     """Axes, and the line of the largest movement."""
     for tick in scale.ticks(8):
         canvas.line(plan.left, scale(tick), plan.right, scale(tick), "dd-grid")
@@ -164,7 +164,7 @@ def _ground(canvas: Canvas, plan: _TokenScale, data: _Data, scale: Log) -> None:
         canvas.line(plan.left, scale(data.moved), plan.right, scale(data.moved), "dd-level")
 
 
-def _marks(canvas: Canvas, plan: _TokenScale, data: _Data, scale: Log) -> None:
+def _marks(canvas: Canvas, plan: _TokenScale, data: _MarginData, scale: Log) -> None:
     reach, points, moves, near = "", "", "", ""
     for place in data.places:
         x = plan.x(place.index)
@@ -185,7 +185,7 @@ def _marks(canvas: Canvas, plan: _TokenScale, data: _Data, scale: Log) -> None:
     canvas.path(points, "dd-margin dd-small" if data.per > 1 else "dd-margin")
 
 
-def _legend(data: _Data) -> list[tuple[Sequence[Symbol], str]]:
+def _legend(data: _MarginData) -> list[tuple[Sequence[Symbol], str]]:
     def point(canvas: Canvas, x: float, y: float) -> None:
         canvas.path(f"M{coordinate(x)} {coordinate(y)}h.01", "dd-margin")
 
@@ -211,7 +211,7 @@ def _legend(data: _Data) -> list[tuple[Sequence[Symbol], str]]:
     return items
 
 
-def _said(request: RequestSeries, data: _Data) -> str:
+def _said(request: RequestSeries, data: _MarginData) -> str:
     """The picture in words."""
     known = [(x, token.index) for token in data.tokens if (x := _finite(token.margin)) is not None]
     parts = [f"{count(len(data.tokens), 'generated token')} of run a"]
@@ -233,7 +233,7 @@ def _said(request: RequestSeries, data: _Data) -> str:
 
 def margins_drawing(request: RequestSeries) -> Drawing:
     """The picture with what is told of each token; of tokens that share a place it is the one of the smallest margin."""
-    data = _Data.of(request, COLUMNS)
+    data = _MarginData.of(request, COLUMNS)
     b = {token.index: token for token in request.tokens_b}
     groups = [data.tokens[n : n + data.per] for n in range(0, len(data.tokens), data.per)]
     told = [min(group, key=lambda token: inf if token.margin is None else token.margin) for group in groups]
@@ -259,12 +259,12 @@ def margins_drawing(request: RequestSeries) -> Drawing:
     ]
     flip = [(0, n) for n, token in enumerate(places) if token.index == data.flip]
     known = [(token.margin, n) for n, token in enumerate(places) if token.margin is not None]
-    jumps = [Jump("f", "Flip", flip)] if flip else []
+    jumps = [CursorJump("f", "Flip", flip)] if flip else []
     if known:
         order = [(0, n) for _, n in sorted(known)]
         jumps += [
-            Jump("s", "Smallest margin", order[:1]),
-            Jump("n", "Next larger margin", order, in_order=True),
+            CursorJump("s", "Smallest margin", order[:1]),
+            CursorJump("n", "Next larger margin", order, in_order=True),
         ]
     start = flip[0] if flip else (0, 0)
     return Drawing(margins_svg(request), [""], Axis(titles, about), (), jumps, (), start)

@@ -16,9 +16,9 @@ from ..svg import (
     REQUESTS,
     Axis,
     Canvas,
+    CursorJump,
     CursorPlaces,
     Drawing,
-    Jump,
     LinearScale,
     Log,
     Symbol,
@@ -521,7 +521,7 @@ def timeline_drawing(series: Series) -> Drawing:
             ("ab".index(run), at // plan.per) for (run, at), found in sorted(marks.items()) if found == what
         ]
         if stops:
-            jumps.append(Jump(key, label, stops, same_row=True))
+            jumps.append(CursorJump(key, label, stops, same_row=True))
     events = [
         ("ab".index(run), column)
         for run in "ab"
@@ -529,7 +529,7 @@ def timeline_drawing(series: Series) -> Drawing:
         if any(point.events for point in points)
     ]
     if events:
-        jumps.append(Jump("e", "Next event", events, same_row=True))
+        jumps.append(CursorJump("e", "Next event", events, same_row=True))
     rows = [f"Run {run}, {count(n, 'forward')}" for run, n in most.items()]
     origin_at = next((each.stops[0] for each in jumps if each.key == "b"), (0, 0))
     start = origin_at[0] or 0, origin_at[1]
@@ -624,7 +624,7 @@ def _joined_paths(joined: str) -> str:
 
 
 @dataclass
-class _Line:
+class _AlikeForwards:
     """Forwards in a row that are alike, why they are worth a line, and how much that matters: 0 is most."""
 
     run: str
@@ -654,11 +654,11 @@ def _members(point: ForwardPoint) -> str:
     return " + ".join(who)
 
 
-def _lines(run: str, points: Sequence[ForwardPoint], divergence: Divergence | None) -> list[_Line]:
+def _lines(run: str, points: Sequence[ForwardPoint], divergence: Divergence | None) -> list[_AlikeForwards]:
     asked: dict[int, list[str]] = {}
     for reason, forward in _asked(run, divergence):
         asked.setdefault(forward, []).append(reason)
-    lines: list[_Line] = []
+    lines: list[_AlikeForwards] = []
     before: dict[str, ForwardPoint] = {}
     for point in points:
         why = [(reason, 0) for reason in asked.get(point.forward, ())] + list(
@@ -671,7 +671,9 @@ def _lines(run: str, points: Sequence[ForwardPoint], divergence: Divergence | No
             lines[-1].points.append(point)
         else:
             lines.append(
-                _Line(run, [point], [reason for reason, _ in why], min((rank for _, rank in why), default=9))
+                _AlikeForwards(
+                    run, [point], [reason for reason, _ in why], min((rank for _, rank in why), default=9)
+                )
             )
     return lines
 

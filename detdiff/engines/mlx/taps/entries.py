@@ -164,7 +164,7 @@ def cache_kind(cache: Any) -> type | None:
 
 
 @dataclass(frozen=True)
-class Folded:
+class CacheCallRows:
     """One cache call in rows: ``entries`` uint64 [rows, heads], ``written`` and ``read`` uint64 [rows].
 
     ``rows`` are indices into the forward's row table, ``names`` the entry names (K.0, …) in column order,
@@ -258,7 +258,7 @@ class Ledgers:
             self._heads[heads] = head_weight(np.arange(heads))
         return self._heads[heads]
 
-    def fold(self, call: CacheCall, segments: Sequence[Segment]) -> Folded:
+    def fold(self, call: CacheCall, segments: Sequence[Segment]) -> CacheCallRows:
         """Digest one cache call; new entries go into the ledgers, changed ones into the events."""
         memories = [] if call.device else [memory(array) for _, array in call.parts]
         stored = [] if call.device else [memory(array) for array in call.stored]
@@ -333,7 +333,7 @@ class Ledgers:
             return Source(where.numpy()[:, entry - (heads[0] if part else 0)], where.dtype, slots, columns)
 
         entries, written, read = (np.concatenate([p[i] for p in pieces]) for i in range(3))
-        return Folded(order, names, entries, written, read, events, source if single else None)
+        return CacheCallRows(order, names, entries, written, read, events, source if single else None)
 
     def _found(
         self, call: CacheCall, memories: list[Memory], kinds: list[str], heads: list[int], slot: int

@@ -14,13 +14,13 @@ from detdiff_kernels import BadOperand, Call, UnsupportedFormat
 
 from .kernel_plan import (
     CallSite,
+    KernelPath,
     Kernels,
     Native,
-    Path,
     PathChooser,
     RowComputation,
     Span,
-    Taken,
+    TakenPath,
     floats,
     name_of,
     operand,
@@ -74,7 +74,7 @@ class SwitchCalls:
 
     def run(
         self, place: CallSite, native: Native, module: Module, args: Any, kw: Any
-    ) -> tuple[mx.array, list[Taken]]:
+    ) -> tuple[mx.array, list[TakenPath]]:
         """The output of ``module`` for rows x [..., m, K] and their experts, whose shape the leading one of x has or
         is repeated to; and the path that gave it."""
         x, experts, in_order = _named(*args, **kw)
@@ -95,7 +95,7 @@ class SwitchCalls:
             sorted=in_order,
         )
 
-        def on(path: Path) -> tuple[mx.array, Path]:
+        def on(path: KernelPath) -> tuple[mx.array, KernelPath]:
             if path.kernel is not None and facts.problem:
                 path = path.left_native(facts.problem)
             elif path.kernel is not None:
@@ -117,9 +117,9 @@ class SwitchCalls:
                 )
             y, path = on(path)
         made = None if self._chooser.override is None else RowComputation(path, 0)
-        return y, [Taken(rows, x.shape[-2], path.name, path.rule, made=made)]
+        return y, [TakenPath(rows, x.shape[-2], path.name, path.rule, made=made)]
 
-    def _mixed(self, spans: tuple[Span, ...], done: dict[Path, mx.array]) -> mx.array:
+    def _mixed(self, spans: tuple[Span, ...], done: dict[KernelPath, mx.array]) -> mx.array:
         """Each of the gathered rows, in the order of the model's rows, as its path gives it."""
         shape = next(iter(done.values())).shape
         flat = {path: y.reshape(-1, *shape[-2:]) for path, y in done.items()}
@@ -163,7 +163,7 @@ def _gathered(
 
 
 def _native(
-    path: Path, native: Native, x: mx.array, experts: mx.array, lead: tuple[int, ...], in_order: bool
+    path: KernelPath, native: Native, x: mx.array, experts: mx.array, lead: tuple[int, ...], in_order: bool
 ) -> mx.array:
     """The module's own operation: once, row by row, or with more rows than there are."""
     family, _, rest = path.name.partition("/")

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from detdiff.trace import PHASES
 from detdiff_kernels import Call
 
-from .kernel_plan import CallSite, Span, Taken
+from .kernel_plan import CallSite, Span, TakenPath
 from .sites import Arrays, SiteMap
 
 STRIDED_READ_ONLY = 0x11C  # PyBUF_FULL_RO of CPython's object.h
@@ -274,7 +274,7 @@ class ForwardRecord:
     caches: list[CacheCall] = field(default_factory=list)
     finished: list[Any] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
-    calls: dict[int, list[Taken]] = field(default_factory=dict)
+    calls: dict[int, list[TakenPath]] = field(default_factory=dict)
     bookkeeping: list[dict[str, Any]] = field(default_factory=list)
     masks: dict[int, str] = field(default_factory=dict)
     logits: mx.array | None = None
@@ -315,7 +315,7 @@ class Recording(Sink, Protocol):
     """A sink that follows forwards from begin to end."""
 
     def begin(self, forward: Forward, cache: Sequence[Any]) -> None: ...
-    def call(self, key: str, taken: Taken) -> None: ...
+    def call(self, key: str, taken: TakenPath) -> None: ...
     def cache_call(
         self, key: str, keys: mx.array, values: mx.array, calls: list[tuple[Any, Any]]
     ) -> None: ...

@@ -134,7 +134,7 @@ def name_of(dtype: mx.Dtype) -> str:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class StagedKernel:
     """A linear reference kernel with the weight of one module, or of one of its experts, staged for it."""
 
     kernel: Kernel
@@ -160,7 +160,7 @@ class Kernels:
 
     def linear(
         self, name: str, module: Module, dtype: str, *, rows: int, expert: int | None = None
-    ) -> Prepared:
+    ) -> StagedKernel:
         """The linear kernel of that name with the module's weight, for ``rows`` rows of activations of ``dtype``.
 
         Raises UnsupportedFormat and BadOperand for a weight that it does not take.
@@ -173,7 +173,7 @@ class Kernels:
             # The module is kept beside its staged weight so that its id cannot be given to another one.
             entry = self._staged[key] = (module, found.stage(weight_of(module, expert), dtype))
         found.order_for(entry[1].weight, dtype, rows)
-        return Prepared(found, entry[1])
+        return StagedKernel(found, entry[1])
 
 
 Native = Callable[..., Any]
@@ -186,7 +186,7 @@ _REMEMBERED = 1 << 14
 
 
 @dataclass(frozen=True)
-class Path:
+class KernelPath:
     """A kernel path by its full name (native, forced/…, reference/…), and the rule that chose it.
 
     ``asked`` says that a rule of the scenario names it, so that another one would be a run that nobody asked for;
@@ -206,11 +206,11 @@ class Path:
         family, _, name = self.name.partition("/")
         return name if family == "reference" else None
 
-    def left_native(self, reason: str) -> Path:
+    def left_native(self, reason: str) -> KernelPath:
         """The native path, with the reason why this one is not taken. Raises KernelPlanError for one that is asked for."""
         if self.asked:
             raise KernelPlanError(f"{self.rule} cannot be done: {reason} Correct the rule, or remove it.")
-        return Path(NATIVE, f"{self.rule}; not taken, so native: {reason}")
+        return KernelPath(NATIVE, f"{self.rule}; not taken, so native: {reason}")
 
 
 class Span(NamedTuple):
@@ -218,7 +218,7 @@ class Span(NamedTuple):
 
     first: int
     last: int
-    path: Path
+    path: KernelPath
 
 
 class CallSite(NamedTuple):
@@ -236,13 +236,15 @@ class CallSite(NamedTuple):
 class RowComputation(NamedTuple):
     """All that decides a row's bits but the row: the path, the rows of the call, and the order of a reference kernel."""
 
-    path: Path
+    path: KernelPath
     rows: int
     order: Any = None
 
-    def path_again(self) -> Path:
+    def path_again(self) -> KernelPath:
         """The path that gives the same in a call of any other number of rows."""
-        return Path(self.path.name, self.path.rule, arguments=self.path.arguments, rows=self.rows or None)
+        return KernelPath(
+            self.path.name, self.path.rule, arguments=self.path.arguments, rows=self.rows or None
+        )
 
     def same_as(self, other: RowComputation) -> bool:
         """Whether a row of one call is computed as in the other. What has no order is told apart by its rows."""
@@ -252,7 +254,7 @@ class RowComputation(NamedTuple):
         return _native_rows(a, self.rows) == _native_rows(b, other.rows)
 
 
-def _native_rows(path: Path, rows: int) -> int:
+def _native_rows(path: KernelPath, rows: int) -> int:
     """How many rows the backend's own operation sees; 0 for attention, whose rows do not name a call."""
     forced = path.name.partition("/")[2]
     if forced == "rows":
@@ -260,7 +262,7 @@ def _native_rows(path: Path, rows: int) -> int:
     return max(rows, int(forced.removeprefix("pad:"))) if forced else rows
 
 
-class Taken(NamedTuple):
+class TakenPath(NamedTuple):
     """A path that was taken, as it is recorded. ``rows`` and ``second_last`` are None for a call per request;
     ``at`` are the call's flat rows it was taken for, None for all. ``made`` is given only under an override."""
 
@@ -349,15 +351,15 @@ class PathChooser:
                 and _fits(rule.path, call.op)
             ):
                 text = f"rule: site {rule.site}, phase {rule.phase}, rows {rule.rows} -> {rule.path}"
-                return (Span(0, call.rows, Path(_full_name(rule.path), text, asked=True)),)
+                return (Span(0, call.rows, KernelPath(_full_name(rule.path), text, asked=True)),)
         split = self._plan.split_rows
         if self._profile is not None:
             parts = self._profile.parts(call, split_rows=split)
             return tuple(Span(part.first, part.last, _path(part.choice, call.op)) for part in parts)
         if split is not None and 1 < call.rows <= split and call.op in ("linear", "head"):
-            path = Path("forced/rows", f"split_rows {split}: {call.rows} rows <= {split} -> row by row")
+            path = KernelPath("forced/rows", f"split_rows {split}: {call.rows} rows <= {split} -> row by row")
             return (Span(0, call.rows, path),)
-        return (Span(0, call.rows, Path(NATIVE, "")),)
+        return (Span(0, call.rows, KernelPath(NATIVE, "")),)
 
 
 def _profile(name: str) -> Profile:
@@ -367,8 +369,8 @@ def _profile(name: str) -> Profile:
         raise KernelPlanError(f"{error}") from error
 
 
-def _path(choice: Choice, op: str) -> Path:
-    path = Path(_full_name(choice.kernel), choice.rule, arguments=choice.arguments)
+def _path(choice: Choice, op: str) -> KernelPath:
+    path = KernelPath(_full_name(choice.kernel), choice.rule, arguments=choice.arguments)
     return path if _fits(choice.kernel, op) else path.left_native(f"{choice.kernel} cannot run {op} calls.")
 
 

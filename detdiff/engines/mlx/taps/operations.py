@@ -17,16 +17,16 @@ from detdiff_kernels.staging import summed
 from .experts import SwitchCalls
 from .kernel_plan import (
     CallSite,
+    KernelPath,
     Kernels,
     Native,
     Operand,
-    Path,
     PathChooser,
-    Prepared,
     RowComputation,
     Span,
+    StagedKernel,
     StagedWeights,
-    Taken,
+    TakenPath,
     floats,
     name_of,
     operand,
@@ -35,12 +35,12 @@ from .kernel_plan import (
 _REMEMBERED = 1 << 14
 
 
-class _Planned(NamedTuple):
+class _PlannedCall(NamedTuple):
     """What is known of a call before it is made: the dtype it runs in, each span's kernel, what to record."""
 
     dtype: mx.Dtype
-    spans: tuple[tuple[Span, Prepared | None], ...]
-    taken: tuple[Taken, ...]
+    spans: tuple[tuple[Span, StagedKernel | None], ...]
+    taken: tuple[TakenPath, ...]
 
 
 class LinearCalls:
@@ -48,11 +48,11 @@ class LinearCalls:
 
     def __init__(self, chooser: PathChooser, kernels: Kernels) -> None:
         self._chooser, self._kernels = chooser, kernels
-        self._known: dict[tuple[CallSite, tuple[int, ...], mx.Dtype], _Planned] = {}
+        self._known: dict[tuple[CallSite, tuple[int, ...], mx.Dtype], _PlannedCall] = {}
 
     def run(
         self, place: CallSite, native: Native, module: Module, x: mx.array, method: str = "__call__"
-    ) -> tuple[mx.array, tuple[Taken, ...]]:
+    ) -> tuple[mx.array, tuple[TakenPath, ...]]:
         """The output of ``module`` for ``x`` [..., K], and the paths that gave it; ``method`` is what is called."""
         planned = self._planned(place, module, x, method)
         if len(planned.spans) == 1:
@@ -67,11 +67,11 @@ class LinearCalls:
 
     def paths(
         self, place: CallSite, module: Module, x: mx.array, method: str = "__call__"
-    ) -> tuple[Taken, ...]:
+    ) -> tuple[TakenPath, ...]:
         """The paths that ``run`` would take; nothing of ``x`` but its shape and dtype is looked at."""
         return self._planned(place, module, x, method).taken
 
-    def _planned(self, place: CallSite, module: Module, x: mx.array, method: str) -> _Planned:
+    def _planned(self, place: CallSite, module: Module, x: mx.array, method: str) -> _PlannedCall:
         if self._chooser.override is not None:
             return self._plan(place, module, x, method)
         key = (place, tuple(x.shape), x.dtype)
@@ -82,12 +82,12 @@ class LinearCalls:
             found = self._known[key] = self._plan(place, module, x, method)
         return found
 
-    def _plan(self, place: CallSite, module: Module, x: mx.array, method: str) -> _Planned:
+    def _plan(self, place: CallSite, module: Module, x: mx.array, method: str) -> _PlannedCall:
         facts = operand(module, x, method)
         call = linear_call(place.op, x, facts)
         spans = [self._prepared(span, module, facts) for span in self._chooser.choose(place, call)]
         taken = [
-            Taken(
+            TakenPath(
                 call.rows,
                 call.second_last,
                 span.path.name,
@@ -97,9 +97,9 @@ class LinearCalls:
             )
             for span, kernel in spans
         ]
-        return _Planned(facts.dtype, tuple(spans), tuple(taken))
+        return _PlannedCall(facts.dtype, tuple(spans), tuple(taken))
 
-    def _prepared(self, span: Span, module: Module, facts: Operand) -> tuple[Span, Prepared | None]:
+    def _prepared(self, span: Span, module: Module, facts: Operand) -> tuple[Span, StagedKernel | None]:
         name = span.path.kernel
         if name is None:
             return span, None
@@ -112,7 +112,7 @@ class LinearCalls:
             return span._replace(path=span.path.left_native(str(error))), None
 
 
-def _made(span: Span, kernel: Prepared | None) -> RowComputation:
+def _made(span: Span, kernel: StagedKernel | None) -> RowComputation:
     # A span is run as a call of its own rows, whatever else is in the call.
     rows = span.path.rows or span.last - span.first
     if kernel is None:
@@ -122,7 +122,7 @@ def _made(span: Span, kernel: Prepared | None) -> RowComputation:
 
 
 def _on_path(
-    span: Span, kernel: Prepared | None, native: Native, module: Module, x: mx.array, dtype: mx.Dtype
+    span: Span, kernel: StagedKernel | None, native: Native, module: Module, x: mx.array, dtype: mx.Dtype
 ) -> mx.array:
     y: mx.array
     if kernel is not None:
@@ -153,7 +153,7 @@ def _as_rows(native: Native, x: mx.array, rows: int) -> mx.array:
     return mx.concatenate(parts, axis=1).reshape(*x.shape[:-1], -1)
 
 
-def product(kernel: Prepared, x: mx.array, dtype: mx.Dtype, rows: int | None = None) -> mx.array:
+def product(kernel: StagedKernel, x: mx.array, dtype: mx.Dtype, rows: int | None = None) -> mx.array:
     """``x`` [..., K] times a staged weight, as ``dtype`` [..., N]; ``rows``: in the order for that many rows."""
     if x.dtype != dtype:
         x = x.astype(dtype)
@@ -161,7 +161,7 @@ def product(kernel: Prepared, x: mx.array, dtype: mx.Dtype, rows: int | None = N
     return mx.array(_summed(kernel, flat, rows)).reshape(*x.shape[:-1], -1).astype(dtype)
 
 
-def _summed(kernel: Prepared, flat: NDArray[np.float32], rows: int | None) -> NDArray[np.float32]:
+def _summed(kernel: StagedKernel, flat: NDArray[np.float32], rows: int | None) -> NDArray[np.float32]:
     if rows is None or rows == len(flat):
         return kernel(flat)
     # A row's result depends on that row and the order alone, so the order of another call may run these rows.
@@ -204,7 +204,7 @@ class AttentionCalls:
     def __init__(self, chooser: PathChooser, kernels: Kernels) -> None:
         self._chooser, self._kernels = chooser, kernels
 
-    def run(self, place: CallSite, native: Native, args: Any, kw: Any) -> tuple[mx.array, Taken]:
+    def run(self, place: CallSite, native: Native, args: Any, kw: Any) -> tuple[mx.array, TakenPath]:
         """The output [B, heads, rows, D] of one call, and the path that gave it."""
         given = {**dict(zip(_NAMES, args, strict=False)), **kw}
 
@@ -227,9 +227,11 @@ class AttentionCalls:
                 path = path.left_native("the path of attention cannot depend on the place of a row.")
             y, path = self._on_path(path, place, attend, given)
         made = None if override is None else RowComputation(path, 0)
-        return y, Taken(call.rows * call.batch, call.second_last, path.name, path.rule, made=made)
+        return y, TakenPath(call.rows * call.batch, call.second_last, path.name, path.rule, made=made)
 
-    def _on_path(self, path: Path, place: CallSite, attend: Attended, given: Given) -> tuple[mx.array, Path]:
+    def _on_path(
+        self, path: KernelPath, place: CallSite, attend: Attended, given: Given
+    ) -> tuple[mx.array, KernelPath]:
         if path.name == ROW_BY_ROW:
             return self._row_by_row(place, attend, given), path
         if path.kernel is not None:
@@ -241,7 +243,7 @@ class AttentionCalls:
 
     def _mixed(self, spans: tuple[Span, ...], place: CallSite, attend: Attended, given: Given) -> mx.array:
         """Each of the flat rows (slot after slot) as its path gives it; every path runs on all rows."""
-        done: dict[Path, mx.array] = {}
+        done: dict[KernelPath, mx.array] = {}
         parts: list[mx.array] = []
         shape: tuple[int, ...] = ()
         for first, last, path in spans:

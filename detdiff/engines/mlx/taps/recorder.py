@@ -19,14 +19,14 @@ from .digesting import Digester
 from .digests import device_entries, device_rows
 from .entries import Selection, cache_call
 from .forward import DRAFT, TARGET, Forward, ForwardRecord, ForwardRows, as_float32, top
-from .kernel_plan import NATIVE, Taken
+from .kernel_plan import NATIVE, TakenPath
 from .sites import Arrays, SiteMap
 
 # A packed forward calls these request by request.
 PER_REQUEST = ("rope", "attention", "cache_write", "cache_read")
 
 
-class _Group(NamedTuple):
+class _CallGroup(NamedTuple):
     """What sites have in common that share a line; ``rows`` and ``second_last`` are None for calls per request."""
 
     path: str
@@ -41,8 +41,8 @@ def plan_calls(record: ForwardRecord) -> list[dict[str, Any]]:
     forward, sites = record.forward, record.sites
     head = sites.index.get(sites.head or "", -1)
     slots, columns = forward.shape
-    groups: dict[_Group, list[int]] = {}
-    known: dict[tuple[Sequence[int], tuple[Taken, ...]], list[_Group]] = {}
+    groups: dict[_CallGroup, list[int]] = {}
+    known: dict[tuple[Sequence[int], tuple[TakenPath, ...]], list[_CallGroup]] = {}
     for site, taken in record.calls.items():
         rows = forward.selected if site == head and forward.selected is not None else range(slots * columns)
         key = rows, tuple(taken)
@@ -65,7 +65,7 @@ def plan_calls(record: ForwardRecord) -> list[dict[str, Any]]:
     ]
 
 
-def _grouped(taken: Sequence[Taken], rows: Sequence[int]) -> list[_Group]:
+def _grouped(taken: Sequence[TakenPath], rows: Sequence[int]) -> list[_CallGroup]:
     """One group where all rows of a site took one path, else one for each path with the rows that took it.
 
     ``rows`` are the forward's rows that the site saw; it may have made several rows of each, which lie together.
@@ -76,13 +76,13 @@ def _grouped(taken: Sequence[Taken], rows: Sequence[int]) -> list[_Group]:
     several, rest = divmod(taken[0].rows or len(rows), len(rows))
     if len(runs) == 1 or rest:
         n, second_last, path, rule = next(iter(runs))
-        return [_Group(path, rule, n, second_last, None)]
+        return [_CallGroup(path, rule, n, second_last, None)]
     groups = []
     for (n, second_last, path, rule), mine in runs.items():
         # Of a row that took more than one path, the first says what it is recorded as.
         at = [rows[i] for run in mine for i in range(-(-run.start // several), -(-run.stop // several))]
         if at:
-            groups.append(_Group(path, rule, n, second_last, format_ranges(at)))
+            groups.append(_CallGroup(path, rule, n, second_last, format_ranges(at)))
     return groups
 
 
@@ -90,13 +90,13 @@ def _first(at: str | None) -> int:
     return 0 if at is None else int(at.partition(",")[0].partition("-")[0])
 
 
-def _unchosen(record: ForwardRecord, head: int) -> dict[_Group, list[int]]:
+def _unchosen(record: ForwardRecord, head: int) -> dict[_CallGroup, list[int]]:
     """The sites that the kernel plan had no say in, and how the backend ran them."""
     forward = record.forward
     slots, columns = forward.shape
-    whole = _Group(NATIVE, "", slots * columns, columns, None)
-    apart = _Group(NATIVE, "", None, None, None) if forward.layout == "packed" else whole
-    found: dict[_Group, list[int]] = {whole: [], apart: []}
+    whole = _CallGroup(NATIVE, "", slots * columns, columns, None)
+    apart = _CallGroup(NATIVE, "", None, None, None) if forward.layout == "packed" else whole
+    found: dict[_CallGroup, list[int]] = {whole: [], apart: []}
     for site, about in enumerate(record.sites.sites):
         if site not in record.calls:
             found[apart if about.kind in PER_REQUEST else whole].append(site)
@@ -106,7 +106,7 @@ def _unchosen(record: ForwardRecord, head: int) -> dict[_Group, list[int]]:
         found[whole] = [site for site in found[whole] if site not in (head, logits)]
     elif head in found[whole] and forward.selected is not None:
         found[whole].remove(head)
-        own = _Group(NATIVE, "", len(forward.selected), len(forward.selected), None)
+        own = _CallGroup(NATIVE, "", len(forward.selected), len(forward.selected), None)
         found.setdefault(own, []).append(head)
     return {group: sites for group, sites in found.items() if sites}
 
@@ -141,7 +141,7 @@ class RecordingSettings:
 
 
 @dataclass
-class _Tokens:
+class _PendingTokens:
     """Generated tokens and the logits that chose them, until both are known.
 
     ``verified`` is the last forward that a position was verified in: what an earlier one answered there was rejected.
@@ -174,7 +174,7 @@ class Recorder:
         self._record: ForwardRecord | None = None
         self._last: ForwardRecord | None = None
         self._texts: set[int] = set()
-        self._tokens = _Tokens()
+        self._tokens = _PendingTokens()
         self._eager = False
         self.unrecorded: dict[int, str] = dict(sites.unrecorded)
         """The class of the cache of each layer of the target whose entries are not recorded."""
@@ -216,7 +216,7 @@ class Recorder:
                 record.sites.ports[key, name] for name, _ in outputs if (key, name) in record.sites.ports
             )
 
-    def call(self, key: str, taken: Taken) -> None:
+    def call(self, key: str, taken: TakenPath) -> None:
         if self._record is not None:
             self._record.calls.setdefault(self._record.sites.index[key], []).append(taken)
 

@@ -20,7 +20,7 @@ from detdiff.scenario import KernelPlan
 from .entries import cache_kind, entry_parts
 from .experts import ExpertOrder
 from .forward import Attend, Forward, Packing, Recording, Sink, Steering, handle
-from .kernel_plan import CallSite, StagedWeights, Taken
+from .kernel_plan import CallSite, StagedWeights, TakenPath
 from .operations import Operations
 from .sites import Arrays, Discovery, SiteMap, discover, tapped, tapped_top, walk
 
@@ -316,7 +316,7 @@ class Session:
         if place is None or unused or kind not in ("linear", "as_linear", "switch"):
             return native(*args, **kw)
 
-        def run() -> tuple[mx.array, Sequence[Taken]]:
+        def run() -> tuple[mx.array, Sequence[TakenPath]]:
             if kind == "switch":
                 self.operations.switch.order = self._order(args[1])
                 return self.operations.switch.run(place, native, module, args, kw)
@@ -443,7 +443,7 @@ class Session:
         def attend(columns: range | None, args: Any, kw: Any) -> mx.array:
             here = place if self._steering is None else place._replace(columns=columns)
 
-            def run() -> tuple[mx.array, Taken]:
+            def run() -> tuple[mx.array, TakenPath]:
                 return self.operations.attention.run(here, native, args, kw)
 
             y, taken = run()
