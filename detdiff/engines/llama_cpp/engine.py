@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from detdiff.explain.oracle import Operation
     from detdiff.explain.origins import Captured
 
+    from .oracle_operations import GgufWeights
+
 SETTINGS: Final = (
     "threads",
     "flash_attention",
@@ -51,7 +53,7 @@ MOST_SEQUENCES: Final = 62
 _CAPABILITIES: Final = frozenset(
     {
         base.TOKENS, base.LOGITS, base.SITES, base.INPUTS, base.ROWS_SEEN, base.CACHE, base.VALUES, base.FORWARDS,
-        base.RESET, base.PIN_KERNELS, base.SERIAL, base.STATIC, base.CONTINUOUS, base.PREFILL_CHUNK, base.PACKED, base.TEXT,
+        base.RESET, base.PIN_KERNELS, base.ORACLE, base.SERIAL, base.STATIC, base.CONTINUOUS, base.PREFILL_CHUNK, base.PACKED, base.TEXT,
     }
 )  # fmt: skip
 _LACKS: Final = {
@@ -81,6 +83,7 @@ class LlamaEngine:
         self.model = LlamaModel(self.library, path)
         self.capabilities = _CAPABILITIES
         self._graphs: dict[ContextSettings, GraphSites] = {}
+        self._weights: GgufWeights | None = None
 
     def _check_settings(self) -> None:
         wrong = next((key for key in self.settings if key not in SETTINGS), None)
@@ -145,7 +148,16 @@ class LlamaEngine:
         self, site: Site, captured: Captured, request: str, rows: Sequence[int], scenario: Scenario
     ) -> Operation:
         """See ``explain.controls.oracle``."""
-        raise OracleRefused(f"The operation of {site.name} is not known. Judge other sites.")
+        from .oracle_operations import GgufWeights, SiteNode, operation_of  # what only the oracle needs
+
+        sites = (each for graph in self._graphs.values() for each in graph.sites)
+        node = next((each for each in sites if each.site.name == site.name), None)
+        if node is None:
+            raise OracleRefused(
+                f"The site {site.name} is in no graph that this engine ran. Judge the sites before and after it."
+            )
+        self._weights = self._weights or GgufWeights(self.model.path)
+        return operation_of(self._weights, SiteNode(node.weight, node.width), site, captured, request, rows)
 
     def check(self, scenario: Scenario) -> None:
         """Raises EngineRefuses for what this engine cannot be told."""
@@ -202,6 +214,12 @@ class LlamaEngine:
         graph, nodes = self._graph(settings), NodeRecorder()
         context = LlamaContext(self.model, settings, (nodes.function, nodes.user_data))
         try:
+            if context.split and not graph.caches:
+                # Which stream a row belongs to is read off the cell that its keys are written to.
+                raise EngineRefuses(
+                    f"{'; '.join(graph.unseen[:1])}, so rows of several sequences cannot be told apart. Give unified = true, or another "
+                    "cache type or flash_attention."
+                )
             nodes.plan(graph.plan, self._sizes(context, graph), self.model.window, context.split)
             for fault in faults:
                 fault.install(context, nodes)

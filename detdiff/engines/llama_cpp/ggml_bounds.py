@@ -188,6 +188,10 @@ def attending(
     without, two products (the second over weights staged by the values' type) around ggml_compute_forward_soft_max_f32, whose
     sums are float64.
     """
+    cached: tuple[Count, ...] = ()
+    if flash and "float32" in (k, v):
+        # The graph casts both, as flash attention takes no others.
+        cached, k, v = ((1, "float16"),), "float16", "float16"
     query = "" if k == "float32" else k
     product: tuple[Count, ...] = ((width + 1, "float32"),)
     if half_sums and k == "float16":
@@ -201,7 +205,7 @@ def attending(
     elif half_sums and v == "float16":
         sums = (*sums, (keys // 8 + 16, "float16"))
     return AttentionRoundings(
-        query=(), cached=(), score=product, scores=((2, "float32"),), apart=3, whole=0, power=_EXP + 1, sums=sums, weights=weights,
+        query=(), cached=cached, score=product, scores=((2, "float32"),), apart=3, whole=0, power=_EXP + 1, sums=sums, weights=weights,
         rounded=query, running="float16" if flash and v == "float16" else "",
     )  # fmt: skip
 

@@ -34,13 +34,15 @@ KINDS: Final = {
 
 @dataclass(frozen=True)
 class NodeSite:
-    """A site and the node that computes it: its place, its rows, and the name of the weight that it multiplies with."""
+    """A site and the node that computes it: its place, its rows, the name of the weight that it multiplies with, what it is computed from,
+    and the length of its innermost axis."""
 
     site: Site
     node: int
     rows: NodeRows | None
     weight: str | None = None
     sources: tuple[str, ...] = ()
+    width: int | None = None
 
 
 @dataclass(frozen=True)
@@ -467,7 +469,8 @@ class _Finder:
         self, site: Site, node: int, rows: NodeRows | None, columns: list[int], weight: str | None = None,
         sources: tuple[str, ...] = (),
     ) -> None:  # fmt: skip
-        self.sites.append(NodeSite(site, node, rows, weight, sources))
+        width = self.graph.nodes[node].shape[0] if node >= 0 else None
+        self.sites.append(NodeSite(site, node, rows, weight, sources, width))
         self.ports.append(columns)
 
 
