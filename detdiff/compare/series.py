@@ -18,9 +18,10 @@ from .answer import Pass
 from .digests import Distances
 from .divergence import Divergence, Flip, Member, PathUse, RequestDivergence
 from .events import deed
-from .forwards import Noticed, RunLog, grouped, members_of
+from .forwards import RunLog, members_of
 from .grids import Cells, Grid
 from .ladder import Aligned, align, scan
+from .noticed import Noticed, grouped
 from .tokens import RequestPair, Steps
 
 

@@ -26,19 +26,27 @@ KNOWN_CACHES: Final = frozenset(
     }
 )  # fmt: skip
 """Classes of which it is known which entries they give back. What another one does is not presumed."""
-CACHE_FINDINGS: Final = ("offset", "trim", "cache_changed", "stale")
+CACHE_FINDINGS: Final = (
+    "offset", "trim", "cache_missing", "cache_foreign", "cache_changed", "cache_more", "stale",
+)  # fmt: skip
 """Contradictions that rest on how a cache counts and keeps its entries."""
 
 CONTRADICTIONS: Final = {
+    "token_fed": "a token that is not the row's",
+    "sequence": "a row computed in another request's sequence",
     "offset": "an offset that is not the row's position",
     "trim": "a trim that took off less than was asked",
+    "cache_missing": "an entry of its own that a row did not see",
+    "cache_foreign": "a cache entry that a row saw and that is not its own",
     "cache_changed": "a cache entry that is not what was written",
+    "cache_more": "more contradictions of cache entries than are told one by one",
     "stale": "rows that a trim should have taken off and that were read again",
     "prefix": "a prefix taken over from other tokens",
     "page": "a physical page with two owners",
     "token_in": "a row that was fed another token though none before it differs",
     "choice": "a verification that takes another token than its row's logits choose",
     "acceptance": "acceptance counts that are not the engine's own",
+    "logits_read": "a token chosen from logits that are not its row's",
 }
 """Findings of compare that no rounding can make, by name."""
 

@@ -124,8 +124,9 @@ RULES: Final[tuple[VerdictRule, ...]] = (
     VerdictRule(
         "bookkeeping",
         "the bookkeeping contradicts the rows: an offset that is not the row's position, a trim that took off less than was "
-        "asked, a cache entry that is not what was written, a rejected row that was read again, a prefix of other tokens, a page with "
-        "two owners, drafts counted otherwise, a row fed another token",
+        "asked, a cache entry that is not what was written, one that a row saw and that is not its own, one of its own that it did not "
+        "see, a rejected row that was read again, a prefix of other tokens, a page with two owners, drafts counted otherwise, a row fed "
+        "another token or computed in another sequence, a token chosen from another row's logits",
         "bug",
         lambda facts: bool(facts.contradictions),
         sentences.say_contradiction,

@@ -63,7 +63,9 @@ def say_contradiction(facts: Facts) -> str:
         where += f", forward {found.forward}"
     who = "" if found.request is None else f" of request {found.request}"
     more = len(facts.contradictions) - 1
-    rest = f" {more} more findings of this sort follow it." if more else ""
+    rest = (
+        f" {more} more finding{'s' * (more > 1)} of this sort follow{'s' * (more == 1)} it." if more else ""
+    )
     return (
         f"A fault of the bookkeeping, found before any number was looked at: {found.detail} ({where}{who}). No rounding makes "
         f"that.{rest}"

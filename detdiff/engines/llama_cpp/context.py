@@ -9,7 +9,7 @@ import ctypes as c
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,9 @@ from numpy.typing import NDArray
 from detdiff.errors import EngineRefuses, LlamaFailed, LlamaModelRefused
 
 from .library import ChatMessage, LlamaBatch, LlamaLibrary
+
+if TYPE_CHECKING:
+    from .nodes import NodeRecorder
 
 Float32 = NDArray[np.float32]
 CACHE_TYPES: Final = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8, "q5_1": 7, "q5_0": 6, "q4_1": 3, "q4_0": 2}
@@ -241,6 +244,10 @@ class LlamaContext:
         kind: Any = c.c_float * self.model.vocabulary
         return np.frombuffer(kind.from_address(address), np.float32)
 
+    def choose(self, logits: Float32) -> int:
+        """The token of the highest logit, the first of equal ones."""
+        return int(np.argmax(logits))
+
     def remove(self, sequence: int, start: int = 0, end: int = -1) -> bool:
         """Take a sequence's positions from ``start`` to before ``end`` (-1: all) out of the cache."""
         return bool(self._library.llama_memory_seq_rm(self.memory, sequence, start, end))
@@ -260,3 +267,15 @@ class LlamaContext:
                 f"llama.cpp does not take {len(state)} bytes as the cache of sequence {sequence} ({self._library.complaint()}); expected "
                 "what it wrote itself."
             )
+
+
+class ContextFault:
+    """A fault that is injected into a run, for tests: it may stand between llama.cpp's scheduler and what records its nodes, and
+    change what is asked of the context."""
+
+    def callback(self, function: int, user_data: int) -> tuple[int, int]:
+        """What the context is given for the callback (``function``, ``user_data``), addresses."""
+        return function, user_data
+
+    def install(self, context: LlamaContext, nodes: NodeRecorder) -> None:
+        """Change a run's context before its first batch. ``nodes`` records it."""

@@ -212,7 +212,10 @@ class LlamaEngine:
         work = self._work(scenario)
         settings = self._context_settings(work)
         graph, nodes = self._graph(settings), NodeRecorder()
-        context = LlamaContext(self.model, settings, (nodes.function, nodes.user_data))
+        callback = nodes.function, nodes.user_data
+        for fault in faults:
+            callback = fault.callback(*callback)
+        context = LlamaContext(self.model, settings, callback)
         try:
             if context.split and not graph.caches:
                 # Which stream a row belongs to is read off the cell that its keys are written to.

@@ -41,7 +41,9 @@ OFF, DISCOVER, RECORD, STOP = range(4)
 FINE, ANOTHER_GRAPH, TOO_MANY_ROWS = range(3)
 # Kinds of events, and their fields.
 CHANGED, FOREIGN, MISSING = range(1, 4)
-EVENT_FIELDS: Final = 6  # kind, layer, row, head (or sequence), position, count
+EVENT_FIELDS: Final = (
+    6  # kind, layer, row or cell, head or cell or first missing position, position, owners or count
+)
 MOST_EVENTS: Final = 4096
 MOST_NODES: Final = 1 << 15
 
@@ -186,16 +188,32 @@ def _rows(
 
 
 @_loop
+def _asked_row(batch: Int64, sequence: int) -> int:
+    """The first row of a batch [rows, 3] (sequence, position, whether it was seen) that is a sequence's and was not seen yet; of any
+    sequence where there is none, as then a row went to the wrong one."""
+    other = -1
+    for n in range(batch.shape[0]):
+        if not batch[n, 2]:
+            if batch[n, 0] == sequence:
+                return n
+            if other < 0:
+                other = n
+    return max(other, 0)
+
+
+@_loop
 def _write(
     state: Int64,
     step: Int64,
     words: Int64,
     digests: UInt64,
     rows: Int64,
+    batch: Int64,
     observed: Int64,
     cells: Int64,
     written: UInt64,
     terms: UInt64,
+    newest: Int64,
     head_weights: UInt64,
     coef: UInt64,
     scratch: int,
@@ -203,7 +221,8 @@ def _write(
 ) -> None:
     """Digest cache entries as they were written: keys (or values) of each row and head at the row's cell.
 
-    ``rows`` [rows, 3] are sequence, position and token; ``cells`` [2, cells] are position and owners, a bit a sequence.
+    ``rows`` [rows, 4] are sequence, position, graph and place in the batch; ``cells`` [2, cells] are position and owners, a bit a
+    sequence; ``newest`` [sequences, positions] is the cell that holds an entry.
     """
     first = state[ROW]
     count = state[COUNT]
@@ -211,10 +230,17 @@ def _write(
     places = numba.carray(_longs(source[_DATA]), source[_NE])
     heads, bytes_, kv = step[HEADS], step[ENTRY], step[KV_SIZE]
     transposed = words[_NE] == 1
-    if state[SPLIT] and step[ACTION] == WRITE_K:
+    if state[SPLIT] and step[ACTION] == WRITE_K and step[LAYER] == 0:
         # Each sequence has a stream of its own, and llama.cpp orders a batch's rows by them.
         for i in range(count):
-            rows[first + i, 0], rows[first + i, 1] = places[i] // kv, observed[first + i, 1]
+            observed[first + i, 3] = places[i] // kv
+            place = _asked_row(batch, places[i] // kv)
+            batch[place, 2] = 1
+            rows[first + i, 0], rows[first + i, 1], rows[first + i, 3] = (
+                batch[place, 0],
+                batch[place, 1],
+                place,
+            )
     size = words[_NB] if transposed else bytes_
     width = source[_NE] // count if count else 0
     values = step[ACTION] == WRITE_V
@@ -227,6 +253,7 @@ def _write(
             cells[0, cell] = rows[row, 1]
             cells[1, cell] = np.int64(1) << rows[row, 0]
             terms[rows[row, 0], rows[row, 1]] = np.uint64(0)
+            newest[rows[row, 0], rows[row, 1]] = cell
         term = np.uint64(0)
         for h in range(heads):
             if transposed:
@@ -266,6 +293,7 @@ def _read(
     cells: Int64,
     written: UInt64,
     terms: UInt64,
+    newest: Int64,
     events: Int64,
     position_weights: UInt64,
     head_weights: UInt64,
@@ -324,7 +352,9 @@ def _read(
                     continue
                 read += sums[c]
                 position = cells[0, base + c]
-                if position >= 0 and (cells[1, base + c] >> sequence) & 1:
+                mine = position >= 0 and (cells[1, base + c] >> sequence) & 1
+                # Neither an entry of a later row, nor one that was written again elsewhere.
+                if mine and position <= last and newest[sequence, position] == base + c:
                     seen += 1
                     if state[WINDOW]:
                         own += position_weights[position] * terms[sequence, position]
@@ -334,7 +364,15 @@ def _read(
                 for p in range(last + 1):
                     own += position_weights[p] * terms[sequence, p]
                 if seen < last + 1:
-                    _event(state, events, MISSING, layer, row, sequence, last, last + 1 - seen)
+                    first = 0
+                    while first < last:
+                        cell = newest[sequence, first] - base
+                        if not (0 <= cell < count and shown[cell] and _visible(mask, cell, t, s)):
+                            break
+                        if cells[0, base + cell] != first:
+                            break
+                        first += 1
+                    _event(state, events, MISSING, layer, row, first, last, last + 1 - seen)
             digests[row, column] = own
             digests[row, column + 1] = read
 
@@ -370,9 +408,13 @@ def _input(state: Int64, step: Int64, words: Int64, rows: Int64, outputs: Int64,
     AT_PW,
     AT_HW,
     AT_COEF,
-) = range(14)
-AT_SCRATCH, AT_KEPT, N_ROWS, N_COLUMNS, N_CELLS, N_HEADS, N_SEQUENCES, N_POSITIONS, N_COEF = range(14, 23)
-FIELDS: Final = 24
+    AT_BATCH,
+    AT_NEWEST,
+) = range(16)
+AT_SCRATCH, AT_KEPT, N_ROWS, N_COLUMNS, N_CELLS, N_HEADS, N_SEQUENCES, N_POSITIONS, N_COEF, N_BATCH = range(
+    16, 26
+)
+FIELDS: Final = 26
 
 
 @_loop
@@ -380,9 +422,9 @@ def _process(table: Int64, state: Int64, plan: Int64, nodes: Int64, node: int, t
     """A node that was computed."""
     step, words = plan[node], numba.carray(_longs(tensor), 42)
     size = table[N_ROWS]
-    rows = numba.carray(_longs(table[AT_ROWS]), (size, 3))
+    rows = numba.carray(_longs(table[AT_ROWS]), (size, 4))
     outputs = numba.carray(_longs(table[AT_OUT]), size)
-    observed = numba.carray(_longs(table[AT_OBSERVED]), (size, 3))
+    observed = numba.carray(_longs(table[AT_OBSERVED]), (size, 4))
     if step[INPUT] != NO_INPUT:
         _input(state, step, words, rows, outputs, observed)
     action = step[ACTION]
@@ -402,6 +444,9 @@ def _process(table: Int64, state: Int64, plan: Int64, nodes: Int64, node: int, t
     terms = numba.carray(
         _naturals(table[AT_TERMS] + layer * sequences * positions * 8), (sequences, positions)
     )
+    newest = numba.carray(
+        _longs(table[AT_NEWEST] + layer * sequences * positions * 8), (sequences, positions)
+    )
     head_weights = numba.carray(_naturals(table[AT_HW]), heads)
     scratch = table[AT_SCRATCH]
     if action == WRITE_K or action == WRITE_V:
@@ -411,10 +456,12 @@ def _process(table: Int64, state: Int64, plan: Int64, nodes: Int64, node: int, t
             words,
             digests,
             rows,
+            numba.carray(_longs(table[AT_BATCH]), (table[N_BATCH], 3)),
             observed,
             cells,
             written,
             terms,
+            newest,
             head_weights,
             coef,
             scratch,
@@ -430,8 +477,8 @@ def _process(table: Int64, state: Int64, plan: Int64, nodes: Int64, node: int, t
         keys, values, mask, tokens = nodes[step[K_VIEW]], nodes[step[V_VIEW]], words[_SRC + 1], words[_NE + 1]
     k, v, m = numba.carray(_longs(keys), 42), numba.carray(_longs(values), 42), numba.carray(_longs(mask), 42)
     _read(
-        state, step, k, v, m, tokens, digests, rows, cells, written, terms, events, position_weights, head_weights,
-        coef, scratch,
+        state, step, k, v, m, tokens, digests, rows, cells, written, terms, newest, events, position_weights,
+        head_weights, coef, scratch,
     )  # fmt: skip
 
 
@@ -467,7 +514,7 @@ def on_node(tensor: int, ask: bool, user: int) -> bool:
         if state[ROW] + state[COUNT] > table[N_ROWS]:
             state[TROUBLE] = TOO_MANY_ROWS
             return False
-        rows = numba.carray(_longs(table[AT_ROWS]), (table[N_ROWS], 3))
+        rows = numba.carray(_longs(table[AT_ROWS]), (table[N_ROWS], 4))
         for r in range(state[ROW], state[ROW] + state[COUNT]):
             rows[r, 2] = state[GRAPHS]
     nodes[node] = tensor

@@ -53,9 +53,10 @@ class RecordingSizes:
 class NodeRecorder:
     """The memory that the callback writes to, and the callback itself.
 
-    ``rows`` int64 [rows, 3] are the sequence and position of each row, and which graph of the batch it was in; ``observed`` int64
-    [rows, 3] are the token, the position and whether logits were asked for, as the graph was told; ``digests`` uint64 [rows, columns];
-    ``events`` int64 [n, 6] (kind, layer, row or cell, head or sequence or cell, position, owners or count).
+    ``rows`` int64 [rows, 4] are the sequence and position of each row, which graph of the batch it was in, and its place in the batch;
+    ``observed`` int64 [rows, 4] are the token, the position, whether logits were asked for and the stream that the row's entries went
+    to, as the graph was told, or -1; ``digests`` uint64 [rows, columns]; ``events`` int64 [n, 6] (kind, layer, row or cell, head or cell
+    or first missing position, position, owners or count).
     """
 
     def __init__(self) -> None:
@@ -97,14 +98,16 @@ class NodeRecorder:
     def plan(self, plan: Int64, sizes: RecordingSizes, window: int, split: bool) -> None:
         """Record graphs of this ``plan`` int64 [nodes, WIDTH] from now on; nothing is in the cache."""
         self._plan, self.sizes = np.ascontiguousarray(plan), sizes
-        self.rows = np.zeros((sizes.rows, 3), np.int64)
-        self.observed = np.zeros((sizes.rows, 3), np.int64)
+        self.rows = np.zeros((sizes.rows, 4), np.int64)
+        self._batch = np.zeros((sizes.rows, 3), np.int64)
+        self.observed = np.zeros((sizes.rows, 4), np.int64)
         self._outputs = np.zeros(sizes.rows, np.int64)
         self.digests = np.zeros((sizes.rows, sizes.columns), np.uint64)
         layers = max(1, sizes.layers)
         self.cells = np.full((layers, 2, sizes.cells), -1, np.int64)
         self.written = np.zeros((layers, sizes.cells, sizes.heads), np.uint64)
         self.terms = np.zeros((layers, sizes.sequences, sizes.positions), np.uint64)
+        self.newest = np.full((layers, sizes.sequences, sizes.positions), -1, np.int64)
         self._position_weights = position_weight(np.arange(sizes.positions))
         self._head_weights = head_weight(np.arange(sizes.heads))
         self._coefficients = coefficients(sizes.row_bytes // 4 + 2)
@@ -115,6 +118,7 @@ class NodeRecorder:
             (loops.AT_DIGESTS, self.digests), (loops.AT_CELLS, self.cells), (loops.AT_WRITTEN, self.written), (loops.AT_TERMS, self.terms),
             (loops.AT_PW, self._position_weights), (loops.AT_HW, self._head_weights), (loops.AT_COEF, self._coefficients),
             (loops.AT_SCRATCH, self._scratch), (loops.AT_KEPT, self._keep),
+            (loops.AT_BATCH, self._batch), (loops.AT_NEWEST, self.newest),
         ):  # fmt: skip
             self._point(place, array)
         self._table[loops.N_ROWS : loops.N_COEF + 1] = (
@@ -131,7 +135,10 @@ class NodeRecorder:
         self.state[[loops.NODE, loops.ROW, loops.COUNT, loops.GRAPHS, loops.TROUBLE, loops.EVENTS]] = 0
         self.state[MODE] = RECORD
         self.rows[: len(rows), :2] = rows
-        self.observed[: len(rows)] = (-1, -1, 0)
+        self.rows[: len(rows), 3] = np.arange(len(rows))
+        self._batch[: len(rows), :2], self._batch[: len(rows), 2] = rows, 0
+        self._table[loops.N_BATCH] = len(rows)
+        self.observed[: len(rows)] = (-1, -1, 0, -1)
         self._keep[:] = 0
         if kept is not None and kept.any():
             sizes = self._plan[:, loops.KEEP] * kept
@@ -151,13 +158,13 @@ class NodeRecorder:
         return self._events[: min(int(self.state[loops.EVENTS]), MOST_EVENTS)]
 
     def forget(self, sequence: int) -> None:
-        """A sequence was taken out of the cache."""
+        """A sequence was taken out of the cache. Its cells keep whose they were, with -2 - position where they had a position."""
         bit = np.int64(1) << sequence
-        owners = self.cells[:, 1]
-        mine = (self.cells[:, 0] >= 0) & (owners & bit != 0)
-        owners[mine] &= ~bit
-        self.cells[:, 0][mine & (owners == 0)] = -1
-        self.terms[:, sequence] = 0
+        positions, owners = self.cells[:, 0], self.cells[:, 1]
+        mine = (positions >= 0) & (owners == bit)
+        positions[mine] = -2 - positions[mine]
+        owners[(positions >= 0) & (owners & bit != 0)] &= ~bit
+        self.terms[:, sequence], self.newest[:, sequence] = 0, -1
 
 
 def digest_floats(address: int, count: int, coef: UInt64) -> int:

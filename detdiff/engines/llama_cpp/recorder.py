@@ -15,11 +15,10 @@ from detdiff.trace import PHASES, Generated, TraceWriter, Value, coefficients, f
 from detdiff.trace import Rows as TraceRows
 from detdiff.trace.digest import STORAGE
 
-from .node_loops import CHANGED, EVENTS, FOREIGN, KEEP, MISSING, SPLIT, Int64
+from .contradictions import SequenceOwners, contradictions, other_logits
+from .node_loops import KEEP, Int64
 from .nodes import NodeRecorder, digest_floats
 from .sites import GraphSites, NodeSite
-
-_MOST_TOLD = 64
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class ChosenToken:
 
 
 class LlamaRecorder:
-    """Writes batch after batch. ``sequences`` maps a sequence of the cache to its request while that is served."""
+    """Writes batch after batch. ``owners`` are the requests of the cache's sequences."""
 
     def __init__(
         self,
@@ -48,7 +47,7 @@ class LlamaRecorder:
     ) -> None:
         self._graph, self._nodes, self._writer = graph, nodes, writer
         self._ids, self._wanted, self._top = ids, wanted, top
-        self.sequences: dict[int, int] = {}
+        self.owners = SequenceOwners()
         self.forwards = 0
         self.rows = 0
         self._coefficients = coefficients(1 << 18)
@@ -56,6 +55,9 @@ class LlamaRecorder:
         outputs = np.array([_outputs_only(each) for each in graph.sites])
         self._of_outputs = outputs[[port.site for port in self._ports]]
         self._logits_column = int(graph.columns[-1])
+        # What llama.cpp gives out are that node's rows, of float32.
+        named = any(each.site.name.startswith("result_output.") for each in graph.sites)
+        self._head_column = int(graph.columns[-2]) if named else None
         self._tables = {answering: self._table(answering) for answering in (False, True)}
 
     def _table(self, answering: bool) -> tuple[tuple[int, ...], Int64]:
@@ -67,7 +69,7 @@ class LlamaRecorder:
 
     def begin(self, shares: Sequence[Share]) -> None:
         """The next batch has the rows of these shares, one after the other."""
-        rows = [(self._sequence(share), p) for share in shares for p in _positions(share)]
+        rows = [(self.owners.sequence(share.work.index), p) for share in shares for p in _positions(share)]
         kept = None
         if self._wanted is not None and any(
             self._wanted(self._ids[share.work.index], p, each.site.name)
@@ -79,9 +81,6 @@ class LlamaRecorder:
         self._keeping = kept is not None
         self._nodes.begin(np.array(rows, np.int64).reshape(-1, 2), kept)
 
-    def _sequence(self, share: Share) -> int:
-        return next(sequence for sequence, request in self.sequences.items() if request == share.work.index)
-
     def end(
         self, shares: Sequence[Share], answers: Sequence[ChosenToken], texts: Callable[[int], str]
     ) -> None:
@@ -90,12 +89,20 @@ class LlamaRecorder:
         nodes = self._nodes
         asked = nodes.observed[: len(table), 2] == 1
         at = {(request, position): n for n, (request, position, *_) in enumerate(table[:, :2].tolist())}
+        told = list(contradictions(nodes, table, self.owners, self._graph.caches))
+        head = self._head_column
+        heads = (
+            {}
+            if head is None
+            else {row: int(nodes.digests[row, head]) for row in np.flatnonzero(asked).tolist()}
+        )
         for answer in answers:
             row = at[answer.request, answer.position]
-            nodes.digests[row, self._logits_column] = digest_floats(
-                answer.logits.ctypes.data, len(answer.logits), self._coefficients
-            )
-        told = self._told(table)
+            found = digest_floats(answer.logits.ctypes.data, len(answer.logits), self._coefficients)
+            nodes.digests[row, self._logits_column] = found
+            other = other_logits(table, row, found, heads)
+            if other is not None:
+                told.append((row, other))
         graphs = nodes.rows[: len(table), 2]
         first = self.forwards
         for graph in range(int(graphs.max()) + 1):
@@ -114,79 +121,7 @@ class LlamaRecorder:
             for n, token in enumerate(share.tokens)
         ]
         found = np.array(rows, np.int64).reshape(-1, 4)
-        if not self._nodes.state[SPLIT]:
-            return found
-        # Streams come in an order of their own, each with its rows in order.
-        requests = np.array([self.sequences[int(s)] for s in self._nodes.rows[: len(found), 0]])
-        order = np.empty(len(found), np.int64)
-        for request in dict.fromkeys(requests.tolist()):
-            order[np.flatnonzero(requests == request)] = np.flatnonzero(found[:, 0] == request)
-        return found[order]
-
-    def _told(self, table: Int64) -> list[tuple[int, dict[str, Any]]]:
-        """What contradicts the rows: other tokens or positions than they should have, and cache entries that are not theirs."""
-        nodes, count = self._nodes, len(table)
-        told: list[tuple[int, dict[str, Any]]] = []
-        observed = nodes.observed[:count]
-        for row in np.flatnonzero((observed[:, 1] >= 0) & (observed[:, 1] != table[:, 1])).tolist():
-            told += [
-                (
-                    row,
-                    {
-                        "kind": "offset",
-                        "request": int(table[row, 0]),
-                        "found": int(observed[row, 1]),
-                        "expected": int(table[row, 1]),
-                    },
-                )
-            ]
-        for row in np.flatnonzero((observed[:, 0] >= 0) & (observed[:, 0] != table[:, 3])).tolist():
-            told.append(
-                (
-                    row,
-                    {
-                        "kind": "token_fed",
-                        "request": int(table[row, 0]),
-                        "position": int(table[row, 1]),
-                        "found": int(observed[row, 0]),
-                        "expected": int(table[row, 3]),
-                    },
-                )
-            )
-        layers = [each.layer for each in self._graph.caches]
-        heads = {each.layer: each.heads[0] for each in self._graph.caches}
-        for kind, place, row, third, position, last in nodes.events[:_MOST_TOLD].tolist():
-            layer = layers[place]
-            if kind == CHANGED:
-                owner = next((r for s, r in self.sequences.items() if (last >> s) & 1), None)
-                side = "K" if third < heads[layer] else "V"
-                head = third if side == "K" else third - heads[layer]
-                event = {
-                    "kind": "cache_changed",
-                    "layer": layer,
-                    "entry": side,
-                    "head": head,
-                    "position": position,
-                }
-                if owner is not None:
-                    event["request"] = owner
-                told.append((0, event))
-                continue
-            event = {"layer": layer, "request": int(table[row, 0]), "position": int(table[row, 1])}
-            if kind == FOREIGN:
-                owner = next((r for s, r in self.sequences.items() if last >= 0 and (last >> s) & 1), None)
-                event |= {
-                    "kind": "cache_foreign",
-                    "cell": third,
-                    "at": position,
-                    "of": -1 if owner is None else owner,
-                }
-            elif kind == MISSING:
-                event |= {"kind": "cache_missing", "entries": last}
-            told.append((row, event))
-        if int(nodes.state[EVENTS]) > _MOST_TOLD:
-            told.append((0, {"kind": "cache_more", "entries": int(nodes.state[EVENTS]) - _MOST_TOLD}))
-        return told
+        return found[self._nodes.rows[: len(found), 3]]
 
     def _log(self, table: Int64, asked: NDArray[np.bool_], events: list[dict[str, Any]]) -> None:
         """The line of one graph's forward, with how many rows each site saw."""

@@ -6,8 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from detdiff.engines.schedule import Share, Work, allot, by_arrival, prompt_share
 from detdiff.errors import LlamaFailed
 from detdiff.scenario import Scenario
@@ -89,7 +87,7 @@ class Serving:
             waiting = [item for item in waiting if item not in due]
             for item in due:
                 own[item.index] = self._free.pop(0)
-                recorder.sequences[own[item.index]] = item.index
+                recorder.owners.begin(own[item.index], item.index)
             active += due
             shares = [
                 Share(item, item.done, (item.generated[-1],), 1, "decode")
@@ -104,7 +102,7 @@ class Serving:
                 sequence = own.pop(item.index)
                 self._run.context.remove(sequence)
                 self._run.nodes.forget(sequence)
-                del recorder.sequences[sequence]
+                recorder.owners.end(sequence)
                 # The slot that was free longest is taken next, as if there were a ring of them.
                 self._free.append(sequence)
             active = [item for item in active if not item.finished]
@@ -138,7 +136,7 @@ class Serving:
             if not share.answers:
                 continue
             scores = logits[at - 1]
-            token, index = int(np.argmax(scores)), len(share.work.generated)
+            token, index = self._run.context.choose(scores), len(share.work.generated)
             if isinstance(share.work.sampler, FedTokens):
                 share.work.sampler.chosen = token
                 share.work.answer(share.work.sampler.tokens[index], self._on_token)

@@ -154,7 +154,8 @@ class _Finder:
                 "llama.cpp's graph of this model has no node result_output, which gives the logits; expected a causal language model. "
                 "Name another model."
             )
-        head = next(each for each in self.sites if each.site.kind == "head")
+        # A model may scale or cap what its head gives.
+        head = next(each for each in reversed(self.sites) if each.site.kind == "head")
         self._add(
             Site("logits", "logits", None, ("in",), ("out",)),
             -1,
