@@ -182,6 +182,33 @@ class Canvas:
             self._parts.append(f'<text class="dd-halo" {at}>{xml(words)}</text>')
         self._parts.append(f'<text class="{cls}" {at}>{title}{xml(words)}</text>')
 
+    def heading(self, title: str, width: float, standalone: bool) -> float:
+        """The title of a document of its own; the y at which the rest begins."""
+        if not standalone:
+            return 4.0
+        self.text(8, 20, fitted(title, width - 16, 15), "dd-t dd-h")
+        return 30.0
+
+    def axis(self, scale: LinearScale, ends: tuple[float, float], y: float, room: float, label: str) -> None:
+        """Whole numbers of ``scale`` under a line at ``y`` between ``ends``, one in about ``room`` pixels, and what they are."""
+        for number in scale.whole_ticks(max(1, int((ends[1] - ends[0]) / room))):
+            x = scale(number)
+            self.line(x, y, x, y + 4, "dd-axis")
+            self.text(x, y + 16, f"{number:,}", "dd-t2", "middle")
+        self.text(ends[0], y + 32, label, "dd-t2")
+
+    def levels(self, scale: LinearScale | Log, ends: tuple[float, float], ticks: Iterable[float]) -> None:
+        """A line across for each of ``ticks``, with its value on the left."""
+        for tick in ticks:
+            self.line(ends[0], scale(tick), ends[1], scale(tick), "dd-grid")
+            self.text(ends[0] - 6, scale(tick) + 4, axis_label(tick), "dd-t2", "end")
+
+    def flip(self, x: float, y: float, words: str, width: float) -> None:
+        """The mark of a flip at its tip, and what it says beside it, inside of ``width``."""
+        self.path(triangle(x, y, 5), "dd-flip-mark")
+        left = x + 9 + text_width(words) > width
+        self.text(x - 9 if left else x + 9, y - 2, words, "dd-t", "end" if left else "start")
+
     def legend(
         self, x: float, y: float, width: float, items: Iterable[tuple[Sequence[Symbol], str]]
     ) -> float:

@@ -18,9 +18,7 @@ from ..svg import (
     Drawing,
     LinearScale,
     Symbol,
-    axis_label,
     coordinate,
-    fitted,
     shortened,
     text_width,
     triangle,
@@ -47,20 +45,16 @@ def lens_svg(request: RequestSeries, *, columns: int = 240, standalone: bool = F
     width = max(right + 24, left + min(area, 420)) + 14
     values = [value for points in runs.values() for _, value in points]
     reach = max((abs(value) for value in values), default=1.0) * 1.08 or 1.0
-    canvas, top = Canvas(), 4.0
+    canvas = Canvas()
     title = f"The two contested tokens of {shortened(request.id)}, layer by layer"
-    if standalone:
-        canvas.text(8, top + 16, fitted(title, width - 16, 15), "dd-t dd-h")
-        top += 26
+    top = canvas.heading(title, width, standalone)
     tokens = _tokens(request)
     canvas.text(left, top + 14, _cut(f"above 0: run a's token {tokens['a']}", width - left))
     top += 46
     bottom = top + _HEIGHT
     value = LinearScale(-reach, reach, bottom, top)
     x = LinearScale(0, layers - 1, left + 12, right - 4)
-    for tick in value.ticks(6):
-        canvas.line(left, value(tick), right, value(tick), "dd-grid")
-        canvas.text(left - 6, value(tick) + 4, axis_label(tick), "dd-t2", "end")
+    canvas.levels(value, (left, right), value.ticks(6))
     canvas.line(left, value(0), right, value(0), "dd-zero")
     for run, points in runs.items():
         _line(canvas, run, [(x(layer), value(y)) for layer, y in points])
@@ -71,10 +65,7 @@ def lens_svg(request: RequestSeries, *, columns: int = 240, standalone: bool = F
     places = CursorPlaces(x(0) - step / 2, step, [(top - 4, bottom - top + 8)])
     axis = bottom + 22
     canvas.line(left, axis, right, axis, "dd-axis")
-    for layer in x.whole_ticks(max(1, int((right - left) / 40))):
-        canvas.line(x(layer), axis, x(layer), axis + 4, "dd-axis")
-        canvas.text(x(layer), axis + 16, str(layer), "dd-t2", "middle")
-    canvas.text(left, axis + 32, "after layer; difference of the two logits", "dd-t2")
+    canvas.axis(x, (left, right), axis, 40, "after layer; difference of the two logits")
     height = canvas.legend(8, axis + 40, width - 16, _legend()) + 6
     return canvas.svg("dd-lens", title, _said(request, runs), (width, height), standalone, places)
 

@@ -85,12 +85,8 @@ def grid_svg(
     bins = binned(grid, first, last, columns, scale or scale_of(grid))
     plan = _CellPlan.of(grid, bins, columns)
     canvas = Canvas()
-    top = 4.0
     title = f"Map of {shortened(frame.request)}: {shortened(grid.name)}"
-    if standalone:
-        canvas.text(8, top + 16, fitted(title, plan.width - 16, 15), "dd-t dd-h")
-        top += 26
-    top = _head(canvas, plan, bins, frame, top)
+    top = _head(canvas, plan, bins, frame, canvas.heading(title, plan.width, standalone))
     _cells(canvas, plan, bins, top)
     _rows(canvas, plan, grid, top)
     bottom = top + plan.height
@@ -204,20 +200,13 @@ def _columns(canvas: Canvas, plan: _CellPlan, bins: Bins, frame: Frame, top: flo
     half = plan.cell / bins.width / 2
     ends = plan.left + half, plan.right - half
     positions = LinearScale(bins.first, bins.last, *ends)
-    for position in positions.whole_ticks(max(1, int((plan.right - plan.left) / 60))):
-        x = positions(position)
-        canvas.line(x, bottom, x, bottom + 4, "dd-axis")
-        canvas.text(x, bottom + 16, f"{position:,}", "dd-t2", "middle")
-    canvas.text(plan.left, bottom + 32, "position", "dd-t2")
+    canvas.axis(positions, (plan.left, plan.right), bottom, 60, "position")
     if frame.flip is not None and _flip_shown(bins, frame):
         # The flip's cell is in a column; its line is in the middle of that column.
         x = plan.left + plan.cell * (int(bins.column(frame.flip)) + 0.5)
         canvas.line(x, top - 27, x, bottom, "dd-under")
         canvas.line(x, top - 27, x, bottom, "dd-flip")
-        canvas.path(triangle(x, top - 27, 5), "dd-flip-mark")
-        words = f"flip, {frame.flip:,}"
-        left = x + 9 + text_width(words) > plan.width
-        canvas.text(x - 9 if left else x + 9, top - 28, words, "dd-t", "end" if left else "start")
+        canvas.flip(x, top - 26, f"flip, {frame.flip:,}", plan.width)
 
 
 def _origins(canvas: Canvas, plan: _CellPlan, bins: Bins, top: float) -> None:

@@ -19,16 +19,12 @@ from ..svg import (
     LinearScale,
     Log,
     Symbol,
-    axis_label,
     coordinate,
     cross,
-    fitted,
     log_range,
     mark,
     shortened,
     stroke,
-    text_width,
-    triangle,
 )
 from ..words import count, named, number, shown, spans
 
@@ -49,22 +45,16 @@ def margins_svg(request: RequestSeries, *, columns: int = COLUMNS, standalone: b
     """
     data = _MarginData.of(request, columns)
     plan = _TokenScale.of(data, columns)
-    canvas, top = Canvas(), 4.0
+    canvas = Canvas()
     title = f"Margins of {shortened(request.id)}"
-    if standalone:
-        canvas.text(8, top + 16, fitted(title, plan.width - 16, 15), "dd-t dd-h")
-        top += 28
-    top += 20
+    top = canvas.heading(title, plan.width, standalone) + 20
     scale = Log(data.low, data.high, top + _HEIGHT, top, top + _HEIGHT + _ZERO)
     _ground(canvas, plan, data, scale)
     _marks(canvas, plan, data, scale)
     if data.flip is not None:
         x = plan.x(data.flip)
         canvas.line(x, top - 8, x, scale.floor + 4, "dd-flip")
-        canvas.path(triangle(x, top - 6, 5), "dd-flip-mark")
-        words = f"flip, token {data.flip:,}"
-        left = x + 9 + text_width(words) > plan.width
-        canvas.text(x - 9 if left else x + 9, top - 8, words, "dd-t", "end" if left else "start")
+        canvas.flip(x, top - 6, f"flip, token {data.flip:,}", plan.width)
     height = canvas.legend(8, scale.floor + 42, plan.width - 16, _legend(data)) + 6
     return canvas.svg(
         "dd-margins", title, _said(request, data), (plan.width, height), standalone, plan.places(data, scale)
@@ -150,16 +140,11 @@ class _TokenScale:
 
 def _ground(canvas: Canvas, plan: _TokenScale, data: _MarginData, scale: Log) -> None:
     """Axes, and the line of the largest movement."""
-    for tick in scale.ticks(8):
-        canvas.line(plan.left, scale(tick), plan.right, scale(tick), "dd-grid")
-        canvas.text(plan.left - 6, scale(tick) + 4, axis_label(tick), "dd-t2", "end")
+    canvas.levels(scale, (plan.left, plan.right), scale.ticks(8))
     canvas.line(plan.left, scale.floor, plan.right, scale.floor, "dd-axis")
     canvas.text(plan.left - 6, scale.floor + 4, "0", "dd-t2", "end")
     tokens = LinearScale(0, max(0, plan.tokens - 1), plan.x(0), plan.x(max(0, plan.tokens - 1)))
-    for index in tokens.whole_ticks(max(1, int((plan.right - plan.left) / 60))):
-        canvas.line(plan.x(index), scale.floor, plan.x(index), scale.floor + 4, "dd-axis")
-        canvas.text(plan.x(index), scale.floor + 16, f"{index:,}", "dd-t2", "middle")
-    canvas.text(plan.left, scale.floor + 32, "generated token", "dd-t2")
+    canvas.axis(tokens, (plan.left, plan.right), scale.floor, 60, "generated token")
     if data.moved:
         canvas.line(plan.left, scale(data.moved), plan.right, scale(data.moved), "dd-level")
 

@@ -22,7 +22,6 @@ from ..svg import (
     LinearScale,
     Log,
     Symbol,
-    axis_label,
     coordinate,
     cross,
     diamond,
@@ -53,20 +52,15 @@ def timeline_svg(series: Series, *, columns: int = COLUMNS, standalone: bool = F
     Such a column shows its forward of the most rows, every kernel path that was taken, and whether anything was trimmed.
     """
     plan = TimelinePlan(series, columns)
-    canvas, top = Canvas(), 4.0
+    canvas = Canvas()
     title = "Timeline of the forwards of both runs"
-    if standalone:
-        canvas.text(8, top + 16, fitted(title, plan.width - 16, 15), "dd-t dd-h")
-        top += 28
+    top = canvas.heading(title, plan.width, standalone)
     lanes = []
     for run in "ab":
-        first, top = top, _lane(canvas, plan, run, top) + 12
-        lanes.append(
-            (
-                first + 20 + (_MARKS if plan.marked else 0),
-                top - 12 - first - 20 - (_MARKS if plan.marked else 0),
-            )
-        )
+        first = top + 20 + (_MARKS if plan.marked else 0)
+        below = _lane(canvas, plan, run, top)
+        lanes.append((first, below - first))
+        top = below + 12
     _axis(canvas, plan, top - 12)
     height = canvas.legend(8, top + 24, plan.width - 16, _legend(plan)) + 6
     return canvas.svg(
@@ -88,10 +82,8 @@ def _lane(canvas: Canvas, plan: TimelinePlan, run: str, top: float) -> float:
     first = top + 20 + (_MARKS if plan.marked else 0)
     bottom = first + BARS
     scale = plan.scale(bottom)
-    for tick in scale.ticks(4):
-        if tick > 0 and tick == int(tick):
-            canvas.line(plan.left, scale(tick), plan.right, scale(tick), "dd-grid")
-            canvas.text(plan.left - 6, scale(tick) + 4, axis_label(tick), "dd-t2", "end")
+    whole = [tick for tick in scale.ticks(4) if tick > 0 and tick == int(tick)]
+    canvas.levels(scale, (plan.left, plan.right), whole)
     _bars(canvas, plan, run, scale, bottom)
     canvas.line(plan.left, bottom, plan.right, bottom, "dd-axis")
     below = _path_rows(canvas, plan, run, bottom + 4)
@@ -262,10 +254,7 @@ def _variants(plan: TimelinePlan, what: str, forward: int, requests: list[str]) 
 def _axis(canvas: Canvas, plan: TimelinePlan, y: float) -> None:
     scale = LinearScale(0, plan.forwards - 1, plan.x(0), plan.x(plan.forwards - 1))
     canvas.line(plan.left, y + 4, plan.right, y + 4, "dd-axis")
-    for forward in scale.whole_ticks(max(1, int((plan.right - plan.left) / 60))):
-        canvas.line(plan.x(forward), y + 4, plan.x(forward), y + 8, "dd-axis")
-        canvas.text(plan.x(forward), y + 20, f"{forward:,}", "dd-t2", "middle")
-    canvas.text(plan.left, y + 34, "forward", "dd-t2")
+    canvas.axis(scale, (plan.left, plan.right), y + 4, 60, "forward")
 
 
 def _legend(plan: TimelinePlan) -> list[tuple[Sequence[Symbol], str]]:
