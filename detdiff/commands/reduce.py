@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -102,7 +102,7 @@ def reduction_json(found: Reduction) -> dict[str, Any]:
         "rule": found.verdict.rule,
         "said": found.verdict.sentence,
         "site": _site(found),
-        "steps": [asdict(step) for step in found.steps],
+        "steps": [step.to_json() for step in found.steps],
         "command": _command(found),
     }
 

@@ -200,12 +200,15 @@ class Step:
     key: str
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        """Its JSON object; the key of ``sentence`` is ``said``."""
+        found = asdict(self)
+        return {"number": found.pop("number"), "said": found.pop("sentence"), **found}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Step:
-        """Raises TypeError for other keys."""
-        return cls(**values)
+        """Raises KeyError and TypeError for other keys."""
+        found = dict(values)
+        return cls(found.pop("number"), found.pop("said"), **found)
 
 
 @dataclass(frozen=True)

@@ -125,7 +125,7 @@ class ReductionFolder:
                 raise _damaged(self.path / TRIED) from None
         try:
             self.steps = [Step.from_json(line) for line in _lines(self.path / STEPS)]
-        except TypeError:
+        except (KeyError, TypeError):
             raise _damaged(self.path / STEPS) from None
 
     def _append(self, line: Mapping[str, Any]) -> None:

@@ -87,6 +87,8 @@ def test_as_json(text: tuple[str, Path], scenario: Path) -> None:
     found: dict[str, Any] = json.loads(result.stdout)
     assert result.exit_code == 0 and found["schema"] == "detdiff.reduction/2"
     assert (found["verdict"], found["finished"]) == ("numerics", True) and found["said"]
+    keys = ["number", "said", "rows", "requests", "prompt_tokens", "max_tokens", "layers", "key"]
+    assert list(found["steps"][0]) == keys and all(step["said"] for step in found["steps"])
     assert found["steps"][0]["rows"] == found["rows_before"] >= 4 * found["rows_after"]
     assert found["steps"][-1]["rows"] == found["rows_after"]
     assert found["site"] in found["said"] and found["twin"] is None
