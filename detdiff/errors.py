@@ -488,6 +488,12 @@ RUNNING = frozenset(
 )
 
 
+def words_of(error: BaseException, longest: int = 300) -> str:
+    """What an error says, on one line, cut where it is long and without the full stop that ends it."""
+    text = " ".join(str(error).split()).rstrip(".") or "no message"
+    return text if len(text) <= longest else f"{text[:longest]}..."
+
+
 @dataclass(frozen=True)
 class Failure:
     """``error`` is the class of the broken rule, ``message`` one paragraph without line breaks."""

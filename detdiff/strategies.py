@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate
 
-from detdiff.errors import HypothesisMissing, ScenarioRangeError
+from detdiff.errors import HypothesisMissing, ScenarioRangeError, words_of
 from detdiff.scenario import LAYOUTS, Request, Scenario, Schedule
 
 try:
@@ -19,7 +19,7 @@ try:
     from hypothesis.strategies import SearchStrategy
 except ImportError as error:
     raise HypothesisMissing(
-        f"detdiff.strategies needs hypothesis ({' '.join(str(error).split())}). Install it: pip install hypothesis."
+        f"detdiff.strategies needs hypothesis ({words_of(error)}). Install it: pip install hypothesis."
     ) from error
 
 __all__ = ["arrivals", "compositions", "prompts", "row_counts", "schedules"]

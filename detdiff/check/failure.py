@@ -380,7 +380,7 @@ class CheckCounts:
     def lines(self) -> Iterator[str]:
         """The summary, line by line."""
         checked = [
-            _count(n, noun)
+            count(n, noun)
             for n, noun in ((self.compositions, "composition"), (self.operations, "operation"))
             if n
         ]
@@ -389,15 +389,11 @@ class CheckCounts:
             yield f"{' and '.join(checked) or 'nothing'} checked, {_failed(self.failed)}{lacking}, {self.seconds:.1f} s"
         if self.compositions:
             yield (
-                f"{_count(self.rows, 'row')} at {_count(sum(self.sites.values()), 'site')} of "
-                f"{_count(len(self.sites), 'model')}, {_count(self.tokens, 'token')}"
+                f"{count(self.rows, 'row')} at {count(sum(self.sites.values()), 'site')} of "
+                f"{count(len(self.sites), 'model')}, {count(self.tokens, 'token')}"
             )
         if self.skipped:
-            yield f"{_count(self.skipped, 'marked test')} skipped, so not checked"
-
-
-def _count(n: int, noun: str) -> str:
-    return f"{n:,} {noun}{'' if n == 1 else 's'}"
+            yield f"{count(self.skipped, 'marked test')} skipped, so not checked"
 
 
 def _failed(n: int) -> str:

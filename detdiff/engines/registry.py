@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from detdiff.engines.base import IMPORTED, Engine
-from detdiff.errors import DetdiffError, EngineUnknown, EngineUnusable, ImportRefused
+from detdiff.errors import DetdiffError, EngineUnknown, EngineUnusable, ImportRefused, words_of
 from detdiff.scenario import Scenario
 
 GROUP: Final = "detdiff.engines"
@@ -59,9 +59,8 @@ def open_named(name: str, model: str | None, settings: Mapping[str, Any]) -> Eng
     except Exception as error:  # a factory of the user's may fail in any way
         if name in BUILT_IN:
             raise
-        words = " ".join(str(error).split())[:300].rstrip(".") or "no message"
         raise EngineUnusable(
-            f"The factory of the engine {name!r} raised {type(error).__name__} ({words}) for the model {model!r}; expected an "
+            f"The factory of the engine {name!r} raised {type(error).__name__} ({words_of(error)}) for the model {model!r}; expected an "
             "engine. Correct the factory, or the model and settings that it is given."
         ) from error
     found = as_engine(made, name=name, settings=settings)
@@ -123,7 +122,7 @@ def import_before_runs(name: str) -> None:
         raise
     except Exception as error:  # a module of the user's may fail in any way
         raise ImportRefused(
-            f"The module {name!r} cannot be imported ({type(error).__name__}: {' '.join(str(error).split()).rstrip('.')}); "
+            f"The module {name!r} cannot be imported ({type(error).__name__}: {words_of(error)}); "
             "expected one that can, by its dotted name. Correct it, or run from the folder that it is in."
         ) from error
     source = Path(module.__file__) if module.__file__ is not None else None

@@ -21,6 +21,7 @@ from detdiff.errors import (
     ProbeFunctionMissing,
     ProbeResultUnusable,
     ProbeTargetInvalid,
+    words_of,
 )
 from detdiff_kernels.rounding import DTYPES
 
@@ -128,7 +129,7 @@ class Function:
             return self.call(x)
         except Exception as error:
             raise ProbeFunctionFailed(
-                f"{self.name} raised {type(error).__name__} ({_words(error)}) when it was given a {self.array} array of "
+                f"{self.name} raised {type(error).__name__} ({words_of(error)}) when it was given a {self.array} array of "
                 f"{x.dtype} and shape {tuple(x.shape)}. It must take any number of rows; correct the function, or say how wide "
                 "its rows are (--shape, shapes=) and which arrays it takes (--array, array=)."
             ) from error
@@ -143,7 +144,7 @@ class Function:
                 outputs = np.asarray(reference(x), dtype=np.float64).reshape(len(x), -1)
             except Exception as error:
                 raise ProbeFunctionFailed(
-                    f"The attribute reference of {self.name} raised {type(error).__name__} ({_words(error)}) when it was "
+                    f"The attribute reference of {self.name} raised {type(error).__name__} ({words_of(error)}) when it was "
                     f"given a float64 numpy array of shape {x.shape}; expected the exact outputs of these rows. Correct it, "
                     "or remove the attribute."
                 ) from error
@@ -182,7 +183,7 @@ def find_function(text: str) -> tuple[Callable[[Any], Any], str]:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:  # a user's module may do anything when it is imported
         raise ProbeFunctionMissing(
-            f"The module {module_name!r} of the target {text!r} cannot be imported: {type(error).__name__}, {_words(error)}. "
+            f"The module {module_name!r} of the target {text!r} cannot be imported: {type(error).__name__}, {words_of(error)}. "
             "Modules are looked for in the working directory and where Python finds its packages; correct the name or the "
             "module."
         ) from error
@@ -199,8 +200,3 @@ def find_function(text: str) -> tuple[Callable[[Any], Any], str]:
             f"{text} is a {type(found).__name__}, which cannot be called; expected a function of one array. Name another one."
         )
     return found, text
-
-
-def _words(error: BaseException) -> str:
-    text = " ".join(str(error).split()).rstrip(".") or "no message"
-    return text if len(text) <= 300 else f"{text[:300]}..."

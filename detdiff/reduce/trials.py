@@ -25,6 +25,7 @@ from detdiff.errors import (
     ReductionOfAnotherCase,
     ReplayError,
     TraceWriteError,
+    words_of,
 )
 from detdiff.explain import Verdict
 from detdiff.explain.case import Case
@@ -292,7 +293,7 @@ class CandidateTrials:
             raise
         except Exception as error:
             # A model's own code may fail in any way on a size that it never met.
-            return TrialOutcome(0, None, why=f"{type(error).__name__}: {' '.join(str(error).split())}")
+            return TrialOutcome(0, None, why=f"{type(error).__name__}: {words_of(error)}")
         return TrialOutcome.of(runs.a, runs.b, runs.divergence)
 
     def _record(self, candidate: Candidate) -> _ComparedPair:

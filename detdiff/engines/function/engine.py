@@ -24,7 +24,7 @@ from detdiff.engines.base import (
     wanted_values,
     write_rows,
 )
-from detdiff.errors import EngineAnswerInvalid, EngineFailed, EngineRefuses
+from detdiff.errors import EngineAnswerInvalid, EngineFailed, EngineRefuses, words_of
 from detdiff.scenario import CachePlan, Capture, KernelPlan, Scenario, Schedule
 from detdiff.trace import Generated, Site, digest_rows, format_ranges, ports_of
 
@@ -188,9 +188,8 @@ class FunctionEngine:
         except Exception as error:
             if isinstance(error, EngineFailed):
                 raise
-            words = " ".join(str(error).split())[:300].rstrip(".") or "no message"
             raise EngineFailed(
-                f"The engine {self.label} raised {type(error).__name__} ({words}) for schedule {schedule.kind} and the requests "
+                f"The engine {self.label} raised {type(error).__name__} ({words_of(error)}) for schedule {schedule.kind} and the requests "
                 f"{', '.join(each.id for each in asked)}; expected one answer for each. Correct the engine."
             ) from error
         if isinstance(given, Mapping):

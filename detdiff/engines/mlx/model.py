@@ -23,6 +23,7 @@ from detdiff.errors import (
     ModelWeightsMismatch,
     PromptWithoutTokens,
     TokenizerInvalid,
+    words_of,
 )
 
 from .model_directory import TokenIds, build
@@ -264,6 +265,5 @@ def _refused(path: Path, error: Exception) -> ModelError:
     )
 
 
-def _words(error: Exception, limit: int = 300) -> str:
-    text = " ".join(str(error).split()).rstrip(".") or "no reason given"
-    return f"{type(error).__name__}, {text[:limit]}" + ("..." if len(text) > limit else "")
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}, {words_of(error)}"

@@ -29,6 +29,7 @@ from detdiff.errors import (
     ModelWeightsCorrupt,
     ModelWeightsMissing,
     TokenizerMissing,
+    words_of,
 )
 
 WEIGHTS_INDEX = "model.safetensors.index.json"
@@ -243,7 +244,7 @@ def _array_dtypes(file: Path) -> Counter[str]:
     except (SafetensorError, OSError) as error:
         raise ModelWeightsCorrupt(
             f"The weight file {str(file)!r} ({file.stat().st_size} bytes) is cut short or damaged: its "
-            f"header does not describe it ({' '.join(str(error).split())}). Fetch the file again."
+            f"header does not describe it ({words_of(error)}). Fetch the file again."
         ) from error
 
 
@@ -456,7 +457,7 @@ def _quantise(nn: Any, model: Any, asked: Any) -> None:
         )
     except (ValueError, RuntimeError, TypeError) as error:
         raise ModelError(
-            f"The random weights cannot be quantised as config.json says: {' '.join(str(error).split())}. Correct its "
+            f"The random weights cannot be quantised as config.json says: {words_of(error)}. Correct its "
             "`quantization`, or leave it out for dense weights."
         ) from error
 

@@ -19,7 +19,7 @@ from detdiff.explain.oracle import Operation
 from detdiff.explain.origins import DRAFT, Captured
 from detdiff.explain.roundings import UNIT, Float64, numbers
 from detdiff.scenario import CachePlan
-from detdiff.trace import Site
+from detdiff.trace import Site, parse_ranges
 from detdiff_kernels import Affine
 
 Given = Mapping[str, Any]
@@ -373,7 +373,7 @@ class SiteRows:
         """What the layer's cache said of itself at the start of the forward."""
         line = self._captured.trace.forwards()[self._forward]
         for note in line["caches"]:
-            if self._site.layer in _layers(note["layers"]):
+            if any(self._site.layer in layers for layers in parse_ranges(note["layers"], 1 << 31)):
                 return str(note.get(key, ""))
         return ""
 
@@ -393,12 +393,3 @@ class SiteRows:
             f"{self._site.name} sees a window of its cache, and its length is not among the model's settings. Judge the sites "
             "before attention."
         )
-
-
-def _layers(text: str) -> set[int]:
-    found: set[int] = set()
-    for part in text.split(","):
-        first, _, last = part.partition("-")
-        if first:
-            found.update(range(int(first), int(last or first) + 1))
-    return found

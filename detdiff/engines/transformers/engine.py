@@ -25,6 +25,7 @@ from detdiff.errors import (
     NothingToCheck,
     TokenOutOfRange,
     TorchMissing,
+    words_of,
 )
 from detdiff.scenario import CachePlan, KernelPlan, Scenario, Schedule, nearest
 from detdiff.trace import Site
@@ -486,6 +487,6 @@ def _torch() -> Any:
         return import_module("torch")
     except ImportError as error:
         raise TorchMissing(
-            f"A TransformersEngine needs torch and transformers ({' '.join(str(error).split())}). Install them: "
+            f"A TransformersEngine needs torch and transformers ({words_of(error)}). Install them: "
             "pip install '.[torch]'."
         ) from error

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from detdiff.compare.metrics import Values
-from detdiff.errors import OracleRefused, ProbeBackendUnusable, ProbeSiteUnknown, TorchMissing
+from detdiff.errors import OracleRefused, ProbeBackendUnusable, ProbeSiteUnknown, TorchMissing, words_of
 from detdiff.explain.bounds import Embedding, Linear
 from detdiff.explain.oracle import Operation
 from detdiff.explain.origins import Captured
@@ -40,7 +40,7 @@ class TorchArrays:
             self._torch: Any = import_module("torch")
         except ImportError as error:
             raise ProbeBackendUnusable(
-                f"torch was asked for and cannot be imported here ({' '.join(str(error).split())}). Install it, or probe "
+                f"torch was asked for and cannot be imported here ({words_of(error)}). Install it, or probe "
                 "on native or numpy."
             ) from error
 
@@ -162,7 +162,7 @@ def load_torch(directory: Path) -> Any:
         transformers = import_module("transformers")
     except ImportError as error:
         raise TorchMissing(
-            f"A model in torch needs torch and transformers ({' '.join(str(error).split())}). Install them: "
+            f"A model in torch needs torch and transformers ({words_of(error)}). Install them: "
             "pip install '.[torch]'."
         ) from error
     bars = transformers.utils.logging
@@ -173,9 +173,8 @@ def load_torch(directory: Path) -> Any:
             directory, dtype="auto", local_files_only=True
         )
     except Exception as error:  # transformers raises what its many model classes raise
-        words = " ".join(str(error).split())[:300].rstrip(".") or "no reason given"
         raise ProbeBackendUnusable(
-            f"transformers does not load the model directory {directory.name!r}: {type(error).__name__}, {words}. Expected is a "
+            f"transformers does not load the model directory {directory.name!r}: {type(error).__name__}, {words_of(error)}. Expected is a "
             "directory of unquantised weights that it runs; leave --on torch out, or name another model."
         ) from error
     finally:

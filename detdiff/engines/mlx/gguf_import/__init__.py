@@ -18,7 +18,7 @@ from detdiff.engines.mlx.gguf_import.metadata import GgufFile, make_config, read
 from detdiff.engines.mlx.gguf_import.tokenizer import write_tokenizer
 from detdiff.engines.mlx.gguf_import.weights import DTYPES, GROUP, PACKABLE, arrays, module_name, write_shards
 from detdiff.engines.mlx.model import load_tokenizer, load_weights
-from detdiff.errors import GgufUnsupported, ImportNotWritten, ImportTargetExists, ModelError
+from detdiff.errors import GgufUnsupported, ImportNotWritten, ImportTargetExists, ModelError, words_of
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def _new_directory(dest: Path) -> Iterator[Path]:
 
 def _not_written(dest: Path, error: Exception) -> ImportNotWritten:
     return ImportNotWritten(
-        f"The model directory {str(dest)!r} could not be written: {' '.join(str(error).split())}. Nothing "
+        f"The model directory {str(dest)!r} could not be written: {words_of(error)}. Nothing "
         f"was left behind; check the space and the permissions in {str(dest.parent)!r}."
     )
 

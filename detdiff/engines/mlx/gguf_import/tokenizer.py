@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from detdiff.engines.mlx.gguf_import.metadata import GgufFile
-from detdiff.errors import GgufCorrupt, GgufUnsupported
+from detdiff.errors import GgufCorrupt, GgufUnsupported, words_of
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 # How the models of the importable architectures end a turn or a text, besides what the metadata names.
@@ -143,7 +143,7 @@ def _build(file: GgufFile, vocabulary: Vocabulary) -> Any:
         raise
     except Exception as error:  # what the tokenizers library raises for lists that contradict each other
         raise GgufCorrupt(
-            f"The tokenizer in {str(file.path)!r} contradicts itself: {' '.join(str(error).split())[:300]}. "
+            f"The tokenizer in {str(file.path)!r} contradicts itself: {words_of(error)}. "
             f"Fetch the file again, or convert the model again with a current converter."
         ) from error
     if vocabulary.flag("add_bos_token", begin):
