@@ -331,3 +331,40 @@ def test_without_a_library_its_package_is_named(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(library.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(LlamaMissing, match="xllamacpp"):
         library.find_library()
+
+
+def test_llama_cpp_python_brings_its_own_structures(
+    engines: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A package of that name, whose structures are declared by itself, over the library that is here."""
+    from importlib.util import find_spec
+
+    from detdiff.engines.llama_cpp import layout, library
+
+    real = engines("F16").library
+    package = tmp_path / "llama_cpp"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    declared = "".join(
+        f"class {name}(ctypes.Structure):\n"
+        f"    _fields_ = [(name, getattr(ctypes, kind)) for name, kind in {_named(kind._fields_)}]\n"
+        for name, kind in (
+            ("llama_context_params", library.ContextParams),
+            ("llama_model_params", library.ModelParams),
+        )
+    )
+    (package / "llama_cpp.py").write_text(
+        f"import ctypes\n{declared}_lib = ctypes.CDLL({str(real.path)!r})\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(
+        library.importlib.util, "find_spec", lambda name: None if name == "xllamacpp" else find_spec(name)
+    )
+    found = library.find_library()
+    assert found.title == "llama-cpp-python of unknown version"
+    assert found.structures.context is not library.ContextParams
+    layout.check_library(found)
+
+
+def _named(fields: Any) -> list[tuple[str, str]]:
+    return [(name, kind.__name__) for name, kind in fields]
