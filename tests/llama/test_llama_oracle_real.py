@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from models import KINDS, need_llama, tiny_gguf
+from models import KINDS, need_llama, tiny_gguf, tiny_k_gguf
 from tiers import some_now
 
 from detdiff import Scenario, Trace, record
@@ -79,6 +79,23 @@ def test_all_that_llama_cpp_computes_is_inside(kind: str, flash: str, tmp_path: 
     assert {name: each for name, each in found.items() if any(not one.inside for one in each)} == {}
     worst = {name: max(one.worst for one in each) for name, each in found.items()}
     assert len(worst) > 35 and max(worst.values()) > 0.9
+
+
+@pytest.mark.parametrize("kind", some_now(["Q4_K", "Q6_K"], 0))
+def test_products_with_superblocks_are_inside(kind: str, tmp_path: Path) -> None:
+    """Of the files that most people have: their rows are staged in blocks of 256."""
+    found, refused = judgements(*run(tiny_k_gguf(tmp_path / "m.gguf", kind), tmp_path))
+    assert not refused
+    assert {name: each for name, each in found.items() if any(not one.inside for one in each)} == {}
+    worst = {name: max(one.worst for one in each) for name, each in found.items()}
+    assert len(worst) > 20 and max(worst[name] for name in worst if "MUL_MAT" in name) > 0.001
+
+
+@pytest.mark.parametrize("kind", some_now(["Q5_K", "Q3_K", "IQ4_NL"], 0))
+def test_products_with_blocks_that_are_not_known_are_refused(kind: str, tmp_path: Path) -> None:
+    found, refused = judgements(*run(tiny_k_gguf(tmp_path / "m.gguf", kind), tmp_path))
+    assert sum("ggml's staging" in each or "GGUF" in each or kind in each for each in refused)
+    assert {name: each for name, each in found.items() if any(not one.inside for one in each)} == {}
 
 
 def test_weights_of_another_file_are_outside(tmp_path: Path) -> None:

@@ -285,5 +285,5 @@ def find_library() -> LlamaLibrary:
         return LlamaLibrary("llama-cpp-python", Path(own._lib._name), found)
     raise LlamaMissing(
         "The engine llama.cpp needs the package xllamacpp, which is not installed; expected that or llama-cpp-python. "
-        "Install it: pip install 'detdiff[llama]'."
+        "Install it: pip install '.[llama]'."
     )
