@@ -146,7 +146,7 @@ def _import(names: tuple[str, ...]) -> None:
             import_before_runs(name)
 
 
-across_option = click.option(
+across_models_option = click.option(
     "--across-models",
     is_flag=True,
     help="The sides may have different weights: tokens, logits and sites of the same name are compared.",
@@ -154,6 +154,11 @@ across_option = click.option(
 partial_option = click.option("--partial", is_flag=True, help="Read what is left of damaged traces.")
 replay_option = click.option(
     "--replay", is_flag=True, help="Run both again and capture values around each divergence: ULPs."
+)
+across_engines_option = click.option(
+    "--across-engines",
+    is_flag=True,
+    help="The sides are different engines with the same weights: sites are aligned by role, such as q of layer 3.",
 )
 
 
@@ -285,7 +290,8 @@ def record(
     metavar="FROM",
     help="Feed side b the tokens of a, or those of a trace, to compare past the first flip.",
 )
-@across_option
+@across_models_option
+@across_engines_option
 @partial_option
 @json_option
 def compare(files: tuple[Path, ...], **options: Any) -> None:
@@ -297,15 +303,16 @@ def compare(files: tuple[Path, ...], **options: Any) -> None:
     Example: detdiff compare --model builtin --prompt "In the beginning" --prompt "My son" --both "layout=packed
     kernels=candle-metal" --a schedule=serial --b "schedule=continuous arrivals=0,5"
     """
-    from detdiff.commands.sides import named, recorded, sides
+    from detdiff.commands.sides import check_replay, named, recorded, sides
     from detdiff.compare import compare as compare_traces
     from detdiff.report import divergence_text, to_json
 
     asked = _asked(files, options)
+    check_replay(asked, options["replay"])
     found = sides(asked)
-    across = asked.across_models
-    with recorded(found, asked.keep, _progress, across_models=across) as (a, b):
-        answer = compare_traces(a, b, across_models=across)
+    across, engines = asked.across_models, asked.across_engines
+    with recorded(found, asked.keep, _progress, across_models=across, across_engines=engines) as (a, b):
+        answer = compare_traces(a, b, across_models=across, across_engines=engines)
         if options["replay"]:
             from detdiff.engines.record import replay
 
@@ -326,6 +333,7 @@ def compare(files: tuple[Path, ...], **options: Any) -> None:
 )
 @click.option("--budget", metavar="N", type=click.IntRange(0), help="At most N re-runs.")
 @click.option("--repeats", metavar="N", type=click.IntRange(1), help="Repeat each side N times; default 2.")
+@across_engines_option
 @partial_option
 @json_option
 def explain(
@@ -420,7 +428,8 @@ def file_option(name: str, metavar: str, help: str, **more: Any) -> Callable[[F]
 @file_option("--json", "FILE", "Write JSON; - is the standard output.", callback=_json_file, is_eager=True)
 @file_option("--plots", "DIR", "Write each picture as an SVG file.")
 @file_option("--pack", "ZIP", "Write all that running it again needs, weights left out.")
-@across_option
+@across_models_option
+@across_engines_option
 @partial_option
 def report(files: tuple[Path, ...], why: bool, budget: int | None, **options: Any) -> None:
     """Turn a comparison or a verdict into something to read, to paste into an issue, and to look at.
@@ -491,6 +500,7 @@ def _asked(files: tuple[Path, ...], options: Mapping[str, Any]) -> ComparisonArg
         replay=options.get("replay", False),
         force_tokens=options.get("force_tokens"),
         across_models=options.get("across_models", False),
+        across_engines=options.get("across_engines", False),
         imports=options["imports"],
     )
 

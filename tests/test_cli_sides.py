@@ -50,7 +50,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "my_patch.py").write_text(PATCH)
     monkeypatch.chdir(tmp_path)
     yield tmp_path
-    for name in ("own", "answers", "my_patch"):
+    for name in ("own", "other", "answers", "my_patch"):
         sys.modules.pop(name, None)
     IMPORTED.clear()
 
@@ -176,3 +176,54 @@ def test_explain_takes_an_engine_of_ones_own_and_repeats_as_often_as_asked(folde
     assert verdict["verdict"] == "undetermined"
     assert verdict["divergence"]["a"]["trace"] == "a (not kept)"
     assert "detdiff-" not in result.stdout
+
+
+OTHER = """
+from dataclasses import dataclass
+
+from detdiff.engines.mlx.engine import MlxEngine, open_mlx
+
+
+@dataclass(eq=False)
+class Other(MlxEngine):
+    name: str = "other:make"
+
+
+def make(model, settings):
+    engine = Other(open_mlx(model, {}).loaded)
+    for layer in engine.loaded.model.layers:
+        layer.self_attn.scale *= settings.get("scale", 1)
+    return engine
+"""
+
+
+def test_two_engines_are_refused_before_anything_is_recorded(folder: Path) -> None:
+    (folder / "other.py").write_text(OTHER)
+    arguments = (*flags(PROMPTS[0])[1:], "--both", "max_tokens=2 capture=full", "--b", "engine=other:make")
+    said = paragraph(run("compare", *arguments, "--keep", folder / "kept"), 3)
+    assert "--across-engines" in said and "'mlx'" in said and "'other:make'" in said
+    assert "Nothing was recorded" in said and not (folder / "kept").exists()
+
+
+def test_two_engines_are_compared_by_role_when_asked_for(folder: Path) -> None:
+    (folder / "other.py").write_text(OTHER)
+    arguments = (*flags(PROMPTS[0])[1:], "--both", "max_tokens=2 capture=full", "--b", "engine=other:make")
+    result = run("compare", *arguments, "--across-engines", "--keep", folder / "kept", "--json")
+    assert result.exit_code == 0, result.output
+    across = json.loads(result.stdout)["across_engines"]
+    assert across["aligned"] == len(across["roles"]) > 20
+    assert {each["typical"] for each in across["roles"]} == {0.0} and across["first"] is None
+    kept = (folder / "kept" / "a", folder / "kept" / "b")
+    page = run("report", *kept, "--across-engines", "--html", folder / "page.html")
+    assert page.exit_code == 0, page.output
+    assert "--replay" in paragraph(run("compare", *kept, "--across-engines", "--replay"))
+
+
+def test_explain_scores_the_operations_of_two_engines(folder: Path) -> None:
+    (folder / "other.py").write_text(OTHER)
+    sides = ("--b", "engine=other:make engine.scale=2", "--across-engines", "--repeats", "1", "--json")
+    result = run("explain", *flags(PROMPTS[0])[1:], "--both", "max_tokens=2", *sides)
+    assert result.exit_code == 1, result.output
+    answer = json.loads(result.stdout)
+    assert (answer["verdict"], answer["rule"]) == ("bug", "role-outside")
+    assert "attention of layer 0 in run b (other:make" in answer["said"]

@@ -40,7 +40,11 @@ def explained(
     """The verdict on what was asked for. Raises CommandError and what reading, recording and running raise."""
     found = sides(replace(asked, replay=True))
     engines = Engines()
-    with recorded(found, asked.keep, progress, engines) as traces, ProgressBars(progress) as bars:
+    across = asked.across_engines
+    with (
+        recorded(found, asked.keep, progress, engines, across_engines=across) as traces,
+        ProgressBars(progress) as bars,
+    ):
         return verdict_on(traces, found, asked, engines, bars, controls, budget, repeats)
 
 
@@ -93,6 +97,7 @@ def verdict_on(
         budget=budget,
         engine=engines_of(asked, found, engines),
         repeats=REPEATS if repeats is None else repeats,
+        across_engines=asked.across_engines,
         progress=bars.on_token,
         on_control=bars.next,
     )

@@ -14,7 +14,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from detdiff.commands.sides import ComparisonArguments, Engines, Progress, Side, named, recorded, sides
+from detdiff.commands.sides import (
+    ComparisonArguments,
+    Engines,
+    Progress,
+    Side,
+    check_replay,
+    named,
+    recorded,
+    sides,
+)
 from detdiff.compare import compare, series
 from detdiff.errors import CommandError, DetdiffError, Interrupted, TraceError
 from detdiff.report.build import build
@@ -168,6 +177,7 @@ def reported(
     reading, recording and running raise.
     """
     _check_budget(why)
+    check_replay(asked, why.replay)
     answers = [path for path in asked.files if _is_answer(path)]
     if answers:
         _check_saved(asked, why, answers[0])
@@ -180,7 +190,9 @@ def reported(
             from detdiff.commands.explain import ProgressBars, verdict_on
 
             engines = Engines()
-            traces = stack.enter_context(recorded(found, asked.keep, progress, engines))
+            traces = stack.enter_context(
+                recorded(found, asked.keep, progress, engines, across_engines=asked.across_engines)
+            )
             with ProgressBars(progress) as bars:
                 verdict = verdict_on(traces, found, asked, engines, bars, budget=why.budget)
             divergence = verdict.divergence
@@ -189,7 +201,13 @@ def reported(
         else:
             verdict = None
             traces = stack.enter_context(
-                recorded(found, asked.keep, progress, across_models=asked.across_models)
+                recorded(
+                    found,
+                    asked.keep,
+                    progress,
+                    across_models=asked.across_models,
+                    across_engines=asked.across_engines,
+                )
             )
             divergence = _divergence(traces, found, asked, why, progress)
         drawn = None if divergence is None else series(*traces, divergence)
@@ -199,7 +217,8 @@ def reported(
 def _divergence(
     traces: Pair, found: tuple[Side, Side], asked: ComparisonArguments, why: ReportOptions, progress: Progress
 ) -> Divergence:
-    answer = compare(*traces, across_models=asked.across_models)
+    across = asked.across_engines
+    answer = compare(*traces, across_models=asked.across_models, across_engines=across)
     if why.replay:
         from detdiff.engines.record import replay
 
@@ -278,6 +297,8 @@ def command(asked: ComparisonArguments, found: Sequence[Side]) -> str:
     words = ["detdiff", "explain", *(str(path) for path in asked.files)]
     if asked.partial:
         words.append("--partial")
+    if asked.across_engines:
+        words.append("--across-engines")
     for name in asked.imports:
         words += ["--import", name]
     if asked.model is not None:

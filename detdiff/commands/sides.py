@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from detdiff.commands.start import settled, wait_for_use
-from detdiff.engines.base import RESET, Engine, RunOptions
+from detdiff.compare.across import other_engines
+from detdiff.engines.base import RESET, SITES, Engine, RunOptions
 from detdiff.engines.record import record
-from detdiff.engines.registry import DEFAULT, open_engine, same_engine
+from detdiff.engines.registry import BUILT_IN, DEFAULT, open_engine, same_engine
 from detdiff.errors import CommandError, DetdiffError, Interrupted, NothingComparable, TraceExists
 from detdiff.scenario import Scenario, located, parse_flags
 from detdiff.trace import Trace
@@ -32,7 +33,7 @@ Progress = Callable[[str], AbstractContextManager[OnToken | None]]
 class ComparisonArguments:
     """The arguments of a comparison; ``both``, ``a`` and ``b`` are flags, ``a`` and ``b`` win over ``both``.
 
-    ``force_tokens`` is "a" or a trace's directory. ``across_models``: two sets of weights may be compared. ``imports`` are the
+    ``force_tokens`` is "a" or a trace's directory. ``across_models``: two sets of weights may be compared; ``across_engines``: two engines may. ``imports`` are the
     modules that were imported before.
     """
 
@@ -47,6 +48,7 @@ class ComparisonArguments:
     replay: bool = False
     force_tokens: str | None = None
     across_models: bool = False
+    across_engines: bool = False
     imports: tuple[str, ...] = ()
 
 
@@ -77,6 +79,15 @@ def sides(asked: ComparisonArguments) -> tuple[Side, Side]:
     if asked.keep is not None:
         _check_keep(asked.keep, found)
     return found
+
+
+def check_replay(asked: ComparisonArguments, replay: bool) -> None:
+    """Raises CommandError where two engines are to be replayed."""
+    if replay and asked.across_engines:
+        raise CommandError(
+            "--replay captures values around each origin, and --across-engines compares two engines, which have no origin in "
+            "common. Leave --replay out, and record values with --both capture=full."
+        )
 
 
 def _forced(found: tuple[Side, Side], tokens: str) -> tuple[Side, Side]:
@@ -249,17 +260,20 @@ def recorded(
     engines: Engines | None = None,
     *,
     across_models: bool = False,
+    across_engines: bool = False,
 ) -> Iterator[tuple[Trace, Trace]]:
     """Both sides as traces; scenarios are recorded, below ``keep`` or in a directory that is removed at the end.
 
-    Raises NothingComparable, before anything is recorded, for two sets of weights unless ``across_models``, and what
-    opening engines and running raise.
+    Raises NothingComparable, before anything is recorded, for two engines with sites of their own unless
+    ``across_engines``, for two sets of weights unless that or ``across_models``, and what opening engines and running raise.
     """
     if all(isinstance(side.source, Trace) for side in found):
         yield _trace(found[0]), _trace(found[1])
         return
     engines = engines or Engines()
-    if not across_models:
+    if not across_engines:
+        _check_one_engine(found, engines)
+    if not (across_models or across_engines):
         _check_one_model(found, engines)
     with tempfile.TemporaryDirectory(prefix="detdiff-") as folder:
         traces: list[Trace] = []
@@ -269,7 +283,7 @@ def recorded(
                 path = (keep or Path(folder)) / side.name
                 if side.fed:
                     source = source.with_changes(force_tokens=str(traces[0].path))
-                if across_models:
+                if across_models or across_engines:
                     engines.only_for(source)
                 with progress(f"run {side.name}") as on_token:
                     traces.append(record_trace(source, path, on_token, engines, kept=keep is not None))
@@ -281,6 +295,26 @@ def recorded(
             if keep is None:
                 error.args = (as_given(str(error), found, traces),)
             raise
+
+
+def _check_one_engine(found: tuple[Side, Side], engines: Engines) -> None:
+    """Raises NothingComparable for two engines that both show sites, each by names of its own."""
+    sources = [side.source for side in found]
+    opened = [None if isinstance(source, Trace) else engines.of(source) for source in sources]
+    names, shown = [], []
+    for source, engine in zip(sources, opened, strict=True):
+        if isinstance(source, Trace):
+            names.append(source.engine)
+            shown.append("sites" not in source.lacks)
+        elif engine is not None:
+            names.append(engine.name)
+            shown.append(SITES in engine.capabilities)
+    if None in opened and not set(names) <= BUILT_IN.keys():
+        return  # what the sites of a user's engine are called is known when it has run
+    # A factory of the user's may give an engine that is there already, whose sites have the same names then.
+    if names[0] != names[1] and type(opened[0]) is not type(opened[1]) and all(shown):
+        said = other_engines(found[0].given, names[0], found[1].given, names[1])
+        raise NothingComparable(f"{said} Nothing was recorded.")
 
 
 def _check_one_model(found: tuple[Side, Side], engines: Engines) -> None:

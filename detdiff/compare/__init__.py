@@ -2,6 +2,7 @@
 
 from detdiff.compare.divergence import (
     Acceptance,
+    AcrossEngines,
     Agreement,
     CacheEntry,
     Compared,
@@ -19,6 +20,7 @@ from detdiff.compare.divergence import (
     Origin,
     Proposed,
     RequestDivergence,
+    RoleDifference,
     RunIdentity,
     ScoreDifference,
     SiteDifference,
@@ -42,6 +44,7 @@ from detdiff.compare.series import (
 
 __all__ = [
     "Acceptance",
+    "AcrossEngines",
     "Agreement",
     "CacheEntry",
     "TokenChoice",
@@ -64,6 +67,7 @@ __all__ = [
     "Proposed",
     "RequestDivergence",
     "RequestSeries",
+    "RoleDifference",
     "RunIdentity",
     "ScoreDifference",
     "Series",

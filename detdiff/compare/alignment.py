@@ -349,6 +349,12 @@ class CommonPorts:
             only_b=len(ports_b) - len(numbers),
         )
 
+    @classmethod
+    def none(cls) -> CommonPorts:
+        """No port in common, as between two engines."""
+        empty = np.empty(0, dtype=np.int64)
+        return cls((), (), empty, empty, empty, 0, 0)
+
     def columns(self, table_a: NDArray[np.int32], table_b: NDArray[np.int32]) -> Columns:
         """Which columns of two tables to compare, each pair of columns once."""
         at_a, at_b = table_a[self.a].astype(np.int64), table_b[self.b].astype(np.int64)

@@ -552,13 +552,54 @@ class RunIdentity:
 
 
 @dataclass(frozen=True)
+class RoleDifference:
+    """How far a role's values are apart in two engines, ``rows`` rows of them, relative to their size.
+
+    A row's difference is the length of a minus b over the longer of the two; ``typical`` is the root mean square over rows,
+    ``largest`` the largest, at ``position`` of ``request``. ``growth`` is ``typical`` over that of what the role is computed
+    from. ``site_a`` and ``site_b`` are where the values are recorded.
+    """
+
+    role: str
+    layer: int | None
+    site_a: str
+    site_b: str
+    rows: int
+    typical: float
+    largest: float
+    request: str
+    position: int
+    growth: float
+
+
+@dataclass(frozen=True)
+class AcrossEngines:
+    """Two engines by the roles of their sites, ``aligned`` of which are in both; ``roles`` are those with values in both.
+
+    ``first`` is the first in execution order whose ``growth`` is ten times the usual one, which is no verdict by itself; None
+    where none is. ``only_*`` are roles of one run, ``without_role_*`` its sites without any, which are not
+    aligned. ``why`` says why no values are compared, and is empty where some are.
+    """
+
+    roles: tuple[RoleDifference, ...]
+    first: RoleDifference | None
+    aligned: int
+    only_a: tuple[str, ...]
+    only_b: tuple[str, ...]
+    without_role_a: tuple[str, ...]
+    without_role_b: tuple[str, ...]
+    why: str = ""
+
+
+@dataclass(frozen=True)
 class Divergence:
     """Where two runs diverge. It has no truth value: ask ``identical``.
 
     ``identical`` needs every request of both runs compared in whole. ``inconclusive`` is true when nothing diverged but
     something was left out. ``stage`` is the first stage that diverged: ``workload``, ``bookkeeping``, ``dtype``,
     ``shape``, ``bits``, ``tokens`` or None. ``first`` is the id of the request with the earliest origin. With
-    ``across_models`` the runs may be of two models, and nothing is an origin.
+    ``across_models`` the runs may be of two models, and nothing is an origin; ``across_engines`` is there where two engines
+    were compared by the roles of their sites, and then nothing is one either.
     """
 
     identical: bool
@@ -575,6 +616,7 @@ class Divergence:
     a: RunIdentity
     b: RunIdentity
     across_models: bool = False
+    across_engines: AcrossEngines | None = None
 
     def __bool__(self) -> NoReturn:
         raise TypeError("a Divergence has no truth value; ask .identical")

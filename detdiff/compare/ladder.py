@@ -16,6 +16,8 @@ import numpy as np
 from detdiff.errors import NothingComparable
 from detdiff.trace import Trace
 
+from .across import across_engines as by_role
+from .across import check_asked
 from .alignment import CommonPorts, RowPairs, pair_rows
 from .answer import Pass, RequestAnswer, Verifications
 from .details import Details, Runs
@@ -44,16 +46,20 @@ def compare(
     *,
     requests: Collection[str] | None = None,
     across_models: bool = False,
+    across_engines: bool = False,
 ) -> Divergence:
     """Where and how run ``b`` diverges from run ``a``. Needs the traces alone, no model.
 
     Runs are traces or the folders of traces. ``requests`` are the ids that are asked about, None: all of both runs. With
     ``across_models`` two models may be compared, at tokens, logits and sites by name: their weights differ, so nothing is
-    an origin, and the first site that differs is named with its size. Raises NothingComparable for traces of two models
-    without it, or without a common request, row, port or answer, TypeError for a scenario, which is recorded first, and
-    TraceError where a trace breaks a rule of the format.
+    an origin, and the first site that differs is named with its size. With ``across_engines`` two engines are compared, at
+    tokens, logits and the values of the same roles, whose bits are expected to differ. Raises NothingComparable for traces
+    of two models or of two engines with sites without these, or without a common request, row, port or answer, TypeError for
+    a scenario, which is recorded first, and TraceError where a trace breaks a rule of the format.
     """
-    aligned = align(_opened(a), _opened(b), requests, across_models=across_models)
+    aligned = align(
+        _opened(a), _opened(b), requests, across_models=across_models, across_engines=across_engines
+    )
     return _answer(aligned, scan(aligned))
 
 
@@ -78,16 +84,24 @@ class Aligned:
     pairs: RowPairs
     across_models: bool = False
     rowless: bool = False
+    across_engines: bool = False
 
 
 def align(
-    a: Trace, b: Trace, requests: Collection[str] | None = None, *, across_models: bool = False
+    a: Trace,
+    b: Trace,
+    requests: Collection[str] | None = None,
+    *,
+    across_models: bool = False,
+    across_engines: bool = False,
 ) -> Aligned:
     """Match requests, sites and rows; parameters and what it raises as in ``compare``."""
-    pairing = pair_requests(a, b, requests, across_models=across_models)
-    ports = CommonPorts.of(a, b)
+    if not across_engines:
+        check_asked(a, b)
+    pairing = pair_requests(a, b, requests, across_models=across_models or across_engines)
+    ports = CommonPorts.none() if across_engines else CommonPorts.of(a, b)
     # Where an engine shows no sites, or names its own, tokens and logits can be compared all the same.
-    rowless = across_models or not (a.sites and b.sites) or a.engine != b.engine
+    rowless = across_models or across_engines or not (a.sites and b.sites) or a.engine != b.engine
     if rowless and not ports.names and not any(pair.common for pair in pairing.pairs):
         raise NothingComparable(_nothing_answered(a, b))
     if not ports.names and not rowless:
@@ -97,7 +111,8 @@ def align(
             "Record both runs with the same model and version."
         )
     pairs = pair_rows(a, b, pairing.pairs, may_lack=rowless)
-    return Aligned(Runs(a, b, RunLog(a, "a"), RunLog(b, "b")), pairing, ports, pairs, across_models, rowless)
+    runs = Runs(a, b, RunLog(a, "a"), RunLog(b, "b"))
+    return Aligned(runs, pairing, ports, pairs, across_models, rowless, across_engines)
 
 
 def _nothing_answered(a: Trace, b: Trace) -> str:
@@ -196,6 +211,7 @@ def _answer(aligned: Aligned, done: Pass) -> Divergence:
         a=_run(runs.a, len(runs.log_a)),
         b=_run(runs.b, len(runs.log_b)),
         across_models=aligned.across_models,
+        across_engines=by_role(runs.a, runs.b, done.pairs, pairing.pairs) if aligned.across_engines else None,
     )
 
 

@@ -310,7 +310,8 @@ def series(a: Trace, b: Trace, divergence: Divergence) -> Series:
     hold them. Raises AnswerOfOtherTraces where ``divergence`` is not theirs, and what ``compare`` raises.
     """
     ids = [request.id for request in divergence.requests]
-    aligned = align(a, b, ids, across_models=divergence.across_models)
+    across = divergence.across_engines is not None
+    aligned = align(a, b, ids, across_models=divergence.across_models, across_engines=across)
     cells = Cells(aligned.ports, aligned.pairs, Distances(a, b, aligned.pairs))
     done = scan(aligned, cells)
     _must_be_theirs(aligned, done, divergence)

@@ -40,6 +40,7 @@ DTYPE: Final = "dtype"
 ORACLE: Final = "oracle"
 FIRST_NOT_FINITE: Final = "first_not_finite"
 RESUME: Final = "resume"
+MODEL_FILE: Final = "model_file"
 # What a scenario can say.
 PACKED: Final = "packed"
 SPECULATION: Final = "speculation"
@@ -265,6 +266,28 @@ class PortRows:
     data: NDArray[Any] | None = None
     dtype: str = ""
     kept: NDArray[np.bool_] | None = None
+
+
+def decoder_roles(
+    model_type: str,
+    places: Mapping[str, Sequence[tuple[str, str]]],
+    *,
+    neighbours: bool = False,
+    head_width: int | None = None,
+) -> dict[str, Any]:
+    """What an engine of a ``model_type`` that is a decoder of the llama kind adds to a header to say its sites' roles:
+    for each role patterns of site names, each with the port that holds its value; the first that is there counts.
+
+    ``neighbours``: see ``compare.roles.Roles``. Empty for another model type.
+    """
+    if model_type not in DECODERS:
+        return {}
+    told = {role: [list(each) for each in sites] for role, sites in places.items()}
+    return {"roles": {"places": told, "neighbours": neighbours, "head_width": head_width}}
+
+
+DECODERS: Final = ("llama", "mistral", "qwen2", "qwen3", "gemma")
+"""Types of models that are built as llama is: two norms a layer, rotary positions, a gated MLP."""
 
 
 def port_rows(rows: Int64, data: NDArray[Any], dtype: str, kept: NDArray[np.bool_] | None = None) -> PortRows:

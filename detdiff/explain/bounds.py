@@ -408,9 +408,10 @@ class Norm:
 class Rope:
     """x (rows, ..., D) rotated by its positions (rows,): the first ``dims`` items, in pairs.
 
-    The angle of pair i is position * ``scale`` * base**(-2 i / dims), or over ``frequencies[i]``, float32 numbers that the
-    module holds; ``chained``: over them it is the angle of the pair before, times a float32 power of the base, as ggml
-    has it. ``multiplier``: what the items are multiplied by first. Pairs are neighbours if ``traditional``, else ``dims`` / 2 apart.
+    The angle of pair i is position * ``scale`` * base**(-2 i / dims), over ``divisors[i]`` where there are any, or over
+    ``frequencies[i]``, float32 numbers that the module holds; ``chained``: over them it is the angle of the pair before, times
+    a float32 power of the base, as ggml has it. ``multiplier``: what the items are multiplied by first. Pairs are neighbours
+    if ``traditional``, else ``dims`` / 2 apart.
     """
 
     x: Float64
@@ -422,6 +423,7 @@ class Rope:
     scale: float = 1.0
     multiplier: float = 1.0
     chained: bool = False
+    divisors: Float64 | None = None
 
     def bounded(self, arithmetic: Arithmetic) -> BoundedOutputs:
         if arithmetic.backend != "cpu":
@@ -485,6 +487,9 @@ class Rope:
             speed = np.exp(-exponent)
             # The logarithm of a rounded base over half as a float32, its product with i, and the power of that.
             relative = 8 * np.abs(exponent) + 8 + np.arange(half) / half
+            if self.divisors is not None:
+                # The divisors are made of the frequencies, by a product, a difference and two quotients.
+                speed, relative = speed / self.divisors, 2 * relative + 16
         angle = self.positions[:, None] * self.scale * speed
         # Position, scale and their product; the angle's product; three steps of the range reduction.
         return angle, np.abs(angle) * growth((1, U32)) * (relative + 8)

@@ -69,12 +69,13 @@ class Case:
         progress: Progress | None = None,
         injected_faults: Faults = ((), ()),
         repeats: int = REPEATS,
+        across_engines: bool = False,
     ) -> Case:
         """Record what is given as a scenario, and compare, unless the ``divergence`` of two traces is known.
 
         ``engine`` runs both sides where it is opened already, or is a pair of engines, opened by what the scenarios
         say; ``loaded`` and ``draft`` are models of the mlx engine. A
-        number as ``budget`` limits re-runs.
+        number as ``budget`` limits re-runs. ``across_engines``: as in ``compare``.
 
         Raises ReplayError for a trace that is incomplete or of another model than the one that is loaded, NothingComparable
         where nothing of the two can be compared, and what opening and recording raise.
@@ -95,7 +96,8 @@ class Case:
                     continue
                 options = RunOptions(faults=faults, progress=progress, durable=False)
                 traces.append(record(scenario, folder / name, engine=opened, options=options))
-            found = compare(*traces) if divergence is None else divergence
+            if divergence is None:
+                divergence = compare(*traces, across_engines=across_engines)
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
@@ -104,7 +106,7 @@ class Case:
             scenarios[1],
             traces[0],
             traces[1],
-            found,
+            divergence,
             {"a": engines[0], "b": engines[1]},
             budget if isinstance(budget, Budget) else Budget(budget),
             progress,

@@ -30,6 +30,8 @@ ORDER: Final = tuple(CONTROLS)
 _CAN_DECIDE: Final = tuple(dict.fromkeys(name for rule in RULES for name in rule.because if name in ORDER))
 DECIDING: Final = tuple(name for name in _CAN_DECIDE if name != "fresh")
 """The controls that a verdict on an engine without state can rest on; the others say more of what it is about."""
+ACROSS_ENGINES: Final = ("repeat", "roles")
+"""The controls for two engines, which have no operation in common that could be held or put in."""
 _TEMPORARY: Final = re.compile(r"[^\s()]*detdiff-explain-[^\s()/]+/([ab])\b")
 """Where a side was recorded, which is gone when a message is read."""
 
@@ -44,6 +46,7 @@ def explain(
     loaded: Any = None,
     draft: Any = None,
     repeats: int = REPEATS,
+    across_engines: bool = False,
     progress: Progress | None = None,
     on_control: OnControl | None = None,
 ) -> Verdict:
@@ -52,13 +55,14 @@ def explain(
     ``controls`` names those to run, all of them whatever the first ones give; None runs them in ``ORDER`` and ends where
     the rules are sure. ``budget`` limits the re-runs. ``engine`` runs both sides, where it is opened already: an engine, a pair of them, an
     object or function with generate(requests, schedule); ``loaded`` and ``draft`` are models of mlx-lm that are loaded already.
-    ``repeats`` is how often the control ``repeat`` runs each side. ``progress`` is called with tokens so far and at most, ``on_control`` before each
+    ``repeats`` is how often the control ``repeat`` runs each side. ``across_engines``: the sides are two engines, whose operations
+    are judged by themselves, by the role of their sites. ``progress`` is called with tokens so far and at most, ``on_control`` before each
     control. Raises CommandError for an unknown control, and what reading, loading and running raise.
     """
     wanted = _wanted(controls)
     try:
         sides = [_opened(run) for run in (a, b)]
-        sure = _without_model(sides) if controls is None else None
+        sure = _without_model(sides, across_engines) if controls is None else None
         if sure is not None:
             return decide(sure)
         case = Case.of(
@@ -70,11 +74,14 @@ def explain(
             budget=budget,
             progress=progress,
             repeats=repeats,
+            across_engines=across_engines,
         )
     except NothingComparable as error:
         return decide(Facts(None, why=_TEMPORARY.sub(r"side \1", str(error))))
     divergence = _named(case.divergence, sides)
     facts = _facts(case, divergence)
+    if across_engines and controls is None:
+        wanted = ACROSS_ENGINES
     verdict = decide(_run(case, facts, wanted, controls is not None, on_control))
     return verdict if divergence.identical else replace(verdict, fragile=_fragile(case))
 
@@ -109,12 +116,12 @@ def _opened(run: Run) -> Trace | Scenario:
     return Trace.open(path, checked=True) if path.is_dir() else Scenario.from_toml(path)
 
 
-def _without_model(sides: Sequence[Trace | Scenario]) -> Facts | None:
+def _without_model(sides: Sequence[Trace | Scenario], across_engines: bool) -> Facts | None:
     """What two traces say, where that decides at once."""
     a, b = sides
     if not (isinstance(a, Trace) and isinstance(b, Trace)):
         return None
-    divergence = compare(a, b)
+    divergence = compare(a, b, across_engines=across_engines)
     facts = Facts(divergence, RecordedFacts.of(a, b))
     return facts if deciding(facts).stops == () else None
 

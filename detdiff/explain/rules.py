@@ -31,6 +31,26 @@ class VerdictRule:
     stops: tuple[str, ...] | None = None
 
 
+def _role_outside(facts: Facts) -> bool:
+    return facts.result("roles") == "outside" and facts.result("repeat") == "equal"
+
+
+def _other_files(facts: Facts) -> bool:
+    return facts.result("roles") == "other_files" and facts.result("repeat") == "equal"
+
+
+def _roles_inside(facts: Facts) -> bool:
+    return facts.result("roles") == "inside" and facts.result("repeat") == "equal"
+
+
+def _across_engines(facts: Facts) -> bool:
+    return (
+        facts.divergence is not None
+        and facts.divergence.across_engines is not None
+        and not facts.divergence.identical
+    )
+
+
 def _observed(facts: Facts) -> bool:
     return _incomplete(facts) and bool(facts.observed)
 
@@ -145,6 +165,39 @@ RULES: Final[tuple[VerdictRule, ...]] = (
         stops=("repeat", "finite"),
     ),
     VerdictRule(
+        "role-outside",
+        "two engines: an operation of one of them, given its own inputs and the weights and constants of the model's file, is "
+        "outside the rounding bound, the other's is not, and a repeat is equal",
+        "bug",
+        _role_outside,
+        sentences.say_role_outside,
+        ("roles", "repeat"),
+        sentences.advise_bug,
+        stops=("repeat", "roles"),
+    ),
+    VerdictRule(
+        "other-files",
+        "two engines: every operation that was judged is inside its bound, the models' files differ in a setting or in weights "
+        "by more than their dtypes' rounding, and a repeat is equal",
+        "configuration",
+        _other_files,
+        sentences.say_other_files,
+        ("roles", "repeat"),
+        sentences.advise_other_files,
+        stops=("repeat", "roles"),
+    ),
+    VerdictRule(
+        "roles",
+        "two engines: every operation of both is inside its rounding bound, given its own inputs and the weights and constants "
+        "of the model's file, and a repeat is equal",
+        "numerics",
+        _roles_inside,
+        sentences.say_roles_inside,
+        ("roles", "repeat"),
+        sentences.advise_roles,
+        stops=("repeat", "roles"),
+    ),
+    VerdictRule(
         "identical",
         "every request of both runs was compared in whole and nothing differs",
         "identical",
@@ -171,6 +224,15 @@ RULES: Final[tuple[VerdictRule, ...]] = (
         sentences.say_incomplete,
         ("compared",),
         stops=(),
+    ),
+    VerdictRule(
+        "engines",
+        "two engines whose operations could not all be judged, or of which the same one is outside in both: the verdict says which",
+        "undetermined",
+        _across_engines,
+        sentences.say_undetermined,
+        ("roles",),
+        stops=("repeat", "roles"),
     ),
     VerdictRule(
         "settings",
@@ -302,7 +364,7 @@ def decide(facts: Facts) -> Verdict:
 def _missing(rule: VerdictRule, facts: Facts) -> tuple[str, ...]:
     if rule.name == "incomplete":
         return sentences.left_out(facts)
-    return sentences.missing(facts) if rule.name == "undetermined" else ()
+    return sentences.missing(facts) if rule.name in ("undetermined", "engines") else ()
 
 
 def _from_controls(controls: tuple[Control, ...]) -> Iterator[Evidence]:

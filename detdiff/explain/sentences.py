@@ -9,6 +9,7 @@ from .controls.neighbours import NeighbourFigures
 from .controls.oracle import OracleFigures
 from .controls.pin_kernels import PinKernelsFigures
 from .controls.repeat import RepeatFigures
+from .controls.roles import RolesFigures
 from .facts import Facts, seen
 
 
@@ -83,6 +84,43 @@ def say_not_finite(facts: Facts) -> str:
     return (
         f"A value that is not finite: in run {run}, token {index} of {request} was chosen from logits with a NaN or an infinity. "
         f"{same}"
+    )
+
+
+def _roles(facts: Facts) -> RolesFigures:
+    found = facts.figures(RolesFigures)
+    assert found is not None
+    return found
+
+
+def _engine(facts: Facts, run: str) -> str:
+    assert facts.divergence is not None
+    return (facts.divergence.a if run == "a" else facts.divergence.b).engine
+
+
+def say_role_outside(facts: Facts) -> str:
+    found = _roles(facts)
+    more = len(found.outside_where) - 1
+    rest = f" {more} more operations of this sort follow it." if more else ""
+    return f"Not rounding: {found.outside_where[0]['said']}.{rest}"
+
+
+def say_other_files(facts: Facts) -> str:
+    return f"Not one model: {_roles(facts).files}. Every operation that was judged does what its own side's file says."
+
+
+def say_roles_inside(facts: Facts) -> str:
+    found = _roles(facts)
+    a, b = (_engine(facts, run) for run in "ab")
+    count = min(found.operations.values())
+    which = "neither is nearer to float64"
+    if found.nearer in ("a", "b"):
+        times = found.ratio if found.nearer == "b" else 1 / found.ratio if found.ratio else None
+        by = "" if times is None else f", by a factor of {times:.3g} on average"
+        which = f"run {found.nearer} ({_engine(facts, found.nearer)}) is nearer to float64{by}"
+    return (
+        f"Rounding: all {count:,} operations of {a} and of {b} stay inside their rounding bounds, each given its own inputs and what "
+        f"the model's file says, and {which}."
     )
 
 
@@ -292,6 +330,35 @@ def advise_configuration(facts: Facts) -> str:
     return "Give both sides the same settings, or quantise the cache at the same position, and compare again."
 
 
+def advise_roles(facts: Facts) -> str:
+    return (
+        "Expect texts and margins of two engines to be near, never their bits. Where the text must be the same, run one engine; "
+        "where numbers matter most, the one that is nearer to float64."
+    )
+
+
+def advise_other_files(facts: Facts) -> str:
+    return "Give both engines the same model: import or convert one side's file again from the other's, and compare again."
+
+
+def _roles_missing(facts: Facts) -> Iterator[str]:
+    """What a verdict on two engines lacks."""
+    repeat, roles = (facts.controls.get(name) for name in ("repeat", "roles"))
+    for name, control in (("repeat", repeat), ("roles", roles)):
+        if control is None or control.result == "not_run":
+            yield f"the control {name} ({'it was not asked for' if control is None else control.sentence})"
+    found = facts.figures(RolesFigures)
+    if found is None:
+        return
+    if found.shared:
+        yield (
+            f"a reading of the model's file that both engines share: outside in both are {', '.join(found.shared[:8])}, so that what "
+            "is judged by is in question rather than one of them"
+        )
+    for why, which in found.not_judged.items():
+        yield f"a judgement of {', '.join(which[:8])}{', ...' if len(which) > 8 else ''}: {why}"
+
+
 def left_out(facts: Facts) -> tuple[str, ...]:
     """What the traces do not show, with the engines' reasons."""
     if facts.divergence is None:
@@ -302,6 +369,8 @@ def left_out(facts: Facts) -> tuple[str, ...]:
 
 def missing(facts: Facts) -> tuple[str, ...]:
     """What a verdict of numerics, configuration or a bug would need and does not have."""
+    if facts.divergence is not None and facts.divergence.across_engines is not None:
+        return tuple(_roles_missing(facts))
     found = []
     if facts.origin is None:
         found.append("an origin: no operation was found whose inputs are equal and whose outputs are not")

@@ -35,6 +35,7 @@ from .findings import (
     speculation_lines,
     verdict_lines,
 )
+from .roles import role_lines, role_score_lines
 from .views import VIEWS
 from .words import LONGEST, SENTENCE, asked, count, escaped, named, of_requests, passage, rules, sampling
 
@@ -87,7 +88,9 @@ def _kind(divergence: Divergence | None, verdict: Verdict | None) -> str:
 def _differences(divergence: Divergence, verdict: Verdict | None, series: Series | None) -> list[Section]:
     """The flip, the origin, the differing cache entries; each page goes through the requests that diverged."""
     diverged = [request for request in divergence.requests if request.stage is not None]
-    flip, origin, carried = Page(), Page(), Page()
+    flip, origin, carried, roles = Page(), Page(), Page(), Page()
+    if divergence.across_engines is not None:
+        role_lines(roles, divergence.across_engines)
     finding_lines(origin, divergence)
     for request in diverged:
         name = f"request {named(request.id)}"
@@ -125,6 +128,7 @@ def _differences(divergence: Divergence, verdict: Verdict | None, series: Series
     title = "The flip" if flips else "No token flips"
     return [
         Section("flip", title, flip.blocks),
+        Section("roles", "By role", roles.blocks),
         Section("origin", "Where it arose", origin.blocks),
         Section("differing_entries", "What carried it", carried.blocks),
     ]
@@ -146,7 +150,9 @@ def _origin_section(
     page: Page, divergence: Divergence, request: RequestDivergence, series: Series | None
 ) -> None:
     if request.origin is None:
-        if divergence.across_models:
+        if divergence.across_engines is not None:
+            page.item("  origin: ", "the engines are two, so nothing is an origin")
+        elif divergence.across_models:
             page.item("  origin: ", "the weights are two, so nothing is an origin")
         elif not any("sites" in run.lacks for run in (divergence.a, divergence.b)):
             page.item("  origin: ", "no origin could be named")
@@ -183,6 +189,7 @@ def _verdict_sections(verdict: Verdict) -> list[Section]:
         if each.fact == "acceptance":
             controls.item("acceptance: ", passage(each.sentence))
     float64_lines(float64, verdict)
+    role_score_lines(float64, verdict)
     verdict_lines(end, verdict)
     return [
         Section("controls", "The controls", controls.blocks),
@@ -279,6 +286,8 @@ def advice(divergence: Divergence | None, verdict: Verdict | None) -> str:
         return "See under `What was compared` what was left out, and record it in both runs."
     if divergence.identical or verdict is not None:
         return ""
+    if divergence.across_engines is not None:
+        return "`detdiff explain --across-engines` on the same two sides scores each engine's operations against float64."
     return (
         "`detdiff explain` on the same two sides says which kind of difference it is and what takes it away."
     )

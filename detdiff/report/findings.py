@@ -19,6 +19,7 @@ from detdiff.explain.control import NOT_RUN, Control
 from detdiff.explain.verdict import Verdict
 
 from .document import Page
+from .roles import role_words
 from .words import (
     composition,
     count,
@@ -137,6 +138,8 @@ def _flips(request: RequestDivergence) -> str:
 
 
 def _first_origin(divergence: Divergence, first: RequestDivergence | None) -> str:
+    if divergence.across_engines is not None:
+        return role_words(divergence)
     if divergence.across_models:
         return "; the weights are two, so nothing arises anywhere"
     lacking = next((run.lacks["sites"] for run in (divergence.a, divergence.b) if "sites" in run.lacks), None)

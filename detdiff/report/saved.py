@@ -186,6 +186,9 @@ def _report(answer: Any) -> SavedAnswer:
 
 def from_json(answer: object) -> Divergence:
     """The inverse of ``to_json``. Raises AnswerError for another schema, or a missing, unknown or ill-typed key."""
+    if isinstance(answer, Mapping):
+        # Answers that were saved before two engines could be compared do not have it.
+        answer = {"across_engines": None, **answer}
     return _answer(Divergence, Decoder(DIVERGENCE, "Compare the traces again with this version."), answer)
 
 

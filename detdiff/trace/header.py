@@ -142,6 +142,29 @@ def _check_engine(header: Mapping[str, Any], where: str) -> None:
             f"{where} has as lacks {str(lacks)[:200]}; expected an object with a reason for each of what is missing of "
             f"{', '.join(LACKS)}. Record the trace again."
         )
+    if "roles" in header and not _are_roles(header["roles"]):
+        raise TraceHeaderError(
+            f"{where} has as roles {str(header['roles'])[:200]}; expected an object with places, a list of [site, port] for "
+            "each role, and whether a head's pairs are neighbours. Record the trace again."
+        )
+
+
+def _are_roles(told: Any) -> bool:
+    places = told.get("places") if isinstance(told, dict) else None
+    return (
+        isinstance(places, dict)
+        and all(
+            isinstance(role, str)
+            and isinstance(found, list | tuple)
+            and all(
+                isinstance(each, list | tuple) and len(each) == 2 and all(isinstance(n, str) for n in each)
+                for each in found
+            )
+            for role, found in places.items()
+        )
+        and type(told.get("neighbours", False)) is bool
+        and (told.get("head_width") is None or (type(told["head_width"]) is int and told["head_width"] > 0))
+    )
 
 
 def _check_requests(requests: Sequence[Any], where: str) -> None:

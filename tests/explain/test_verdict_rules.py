@@ -27,6 +27,7 @@ from verdict_facts import (
     oracle,
     read,
     speculated,
+    two_engines,
 )
 
 from detdiff.compare import Finding
@@ -65,6 +66,20 @@ CASES: dict[str, tuple[Callable[[], Facts], Callable[[], Facts]]] = {
         lambda: facts(equal(), RecordedFacts(not_finite=(("b", "anchor", 3),))),
         lambda: facts(equal(), finite="finite"),
     ),
+    "role-outside": (
+        lambda: facts(two_engines(), roles="outside"),
+        lambda: facts(two_engines(), roles="outside", repeat="not_run"),
+    ),
+    "other-files": (
+        lambda: facts(
+            two_engines(), roles=control("roles", "other_files", files="the models' files differ: heads")
+        ),
+        lambda: facts(two_engines(), roles="inside"),
+    ),
+    "roles": (
+        lambda: facts(two_engines(), roles="inside"),
+        lambda: facts(two_engines(), roles="partly"),
+    ),
     "identical": (
         lambda: facts(equal()),
         lambda: facts(replace(equal(), identical=False, inconclusive=True)),
@@ -76,6 +91,10 @@ CASES: dict[str, tuple[Callable[[], Facts], Callable[[], Facts]]] = {
     "incomplete": (
         lambda: facts(replace(equal(), identical=False, inconclusive=True)),
         lambda: facts(equal()),
+    ),
+    "engines": (
+        lambda: facts(two_engines(), roles="shared"),
+        lambda: facts(two_engines(), roles="inside"),
     ),
     "settings": (
         lambda: facts(replace(chosen(), workload=(SETTINGS,))),
@@ -126,7 +145,7 @@ def test_a_verdict_says_what_decided(name: str) -> None:
     rule = next(rule for rule in RULES if rule.name == name)
     assert {each.fact for each in verdict.deciding} <= set(rule.because)
     assert bool(verdict.deciding) == (name != "undetermined")
-    assert bool(verdict.missing) == (name == "undetermined")
+    assert bool(verdict.missing) == (name in ("undetermined", "engines"))
 
 
 @pytest.mark.parametrize("what", CONTRADICTIONS)

@@ -9,13 +9,14 @@ from typing import Any
 from answers import ANCHOR, FOLLOWER, QUIET, path, plan, run
 from synthetic_traces import Fault, Plan, together
 
-from detdiff.compare import Divergence, Finding
+from detdiff.compare import AcrossEngines, Divergence, Finding
 from detdiff.compare.divergence import Acceptance, Proposed, Verification, Verified
 from detdiff.explain import Control
 from detdiff.explain.control import Figures
 from detdiff.explain.controls.finite import FiniteFigures
 from detdiff.explain.controls.oracle import OracleFigures
 from detdiff.explain.controls.pin_kernels import PinKernelsFigures
+from detdiff.explain.controls.roles import RolesFigures
 from detdiff.explain.facts import Facts, RecordedFacts
 
 ASKS = (ANCHOR, FOLLOWER, QUIET)
@@ -50,6 +51,12 @@ def read() -> Divergence:
     return run(plan(ASKS), replace(plan(ASKS), forwards=together(ASKS), faults=(fault,)))
 
 
+@cache
+def two_engines() -> Divergence:
+    """Two engines that were compared by role."""
+    return replace(diverged(), across_engines=AcrossEngines((), None, 0, (), (), (), ()))
+
+
 PINNED: dict[str, Any] = {
     "how": HELD,
     "cost": "10 ms a forward instead of 8 ms",
@@ -66,8 +73,9 @@ def control(name: str, result: str, **detail: Any) -> Control:
         "oracle": OracleFigures,
         "pin_kernels": PinKernelsFigures,
         "finite": FiniteFigures,
+        "roles": RolesFigures,
     }
-    own: dict[str, Any] = {"oracle": ORACLE, "pin_kernels": PINNED}.get(name, {})
+    own: dict[str, Any] = {"oracle": ORACLE, "pin_kernels": PINNED, "roles": ROLES}.get(name, {})
     figures = kinds[name](**{**own, **detail}) if name in kinds else detail
     return Control(name, result, f"the control {name} gave {result}", 7, 0.25, figures)
 
@@ -84,6 +92,20 @@ ORACLE: dict[str, Any] = {
     "precision": None,
     "outside_where": [],
     "pairs": [],
+}
+ROLES: dict[str, Any] = {
+    "request": "anchor",
+    "positions": [1, 2],
+    "operations": {"a": 34, "b": 34},
+    "outside_a": 0,
+    "outside_b": 0,
+    "shared": [],
+    "nearer": "b",
+    "ratio": 2.0,
+    "roles": [],
+    "outside_where": [{"said": "gate of layer 0 in run b (other) is off float64"}],
+    "not_judged": {"run a: it is at no site": ["activation of layer 0"]},
+    "files": "",
 }
 OUTSIDE = {
     "site": "layers.0.attn.k_proj",

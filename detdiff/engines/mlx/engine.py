@@ -19,6 +19,7 @@ from detdiff.engines.mlx.taps.entries import Selection
 from detdiff.engines.mlx.taps.forward import DRAFT, lens_logits
 from detdiff.engines.mlx.taps.recorder import Recorder, RecordingSettings
 from detdiff.engines.mlx.taps.session import Session
+from detdiff.engines.mlx.taps.sites import ROLES
 from detdiff.engines.record import record as record_engine
 from detdiff.engines.schedule import Work
 from detdiff.errors import EngineRefuses, LayoutError, OracleRefused, ScenarioError
@@ -52,6 +53,7 @@ _CAPABILITIES: Final = frozenset(
         base.ORACLE,
         base.FIRST_NOT_FINITE,
         base.RESUME,
+        base.MODEL_FILE,
         base.PACKED,
         base.SPECULATION,
         base.CACHE_SETTINGS,
@@ -84,6 +86,11 @@ class MlxEngine:
     @property
     def identity(self) -> Mapping[str, Any]:
         return self.loaded.identity
+
+    @property
+    def model_file(self) -> Path:
+        """The directory of the model."""
+        return self.loaded.path
 
     def environment(self) -> dict[str, Any]:
         return environment()
@@ -320,8 +327,23 @@ def _header(scenario: Scenario, models: Models, work: list[Work], sessions: Sess
         ],
         "sites": [site.to_json() for each in sessions.sites.values() for site in each.sites],
         "notes": models.notes(),
+        **_roles(models.target),
         **({"lacks": {"cache": unrecorded_caches(unknown)}} if unknown else {}),
     }
+
+
+def _roles(loaded: LoadedModel) -> dict[str, Any]:
+    config = dict(loaded.config)
+    width = config_value(config, "head_dim")
+    heads, hidden = config_value(config, "num_attention_heads"), config_value(config, "hidden_size")
+    if width is None and heads and hidden:
+        width = hidden // heads
+    return base.decoder_roles(
+        str(loaded.identity.get("model_type")),
+        ROLES,
+        neighbours=config.get("rope_traditional") is True,
+        head_width=width,
+    )
 
 
 def _subject(

@@ -30,9 +30,9 @@ from detdiff.errors import (
 from detdiff.scenario import CachePlan, KernelPlan, Scenario, Schedule, nearest
 from detdiff.trace import Site
 
-from .linear_sites import load_torch, operation_of
+from .linear_sites import as_computed, load_torch, operation_of
 from .recorder import Batch, TorchRecorder
-from .sites import TorchSites, discover, replaced
+from .sites import ROLES, TorchSites, discover, replaced
 from .taps import implementations, pinned, tapped
 
 if TYPE_CHECKING:
@@ -62,6 +62,7 @@ _LACKS: Final = {
     base.KERNEL_PATHS: "torch does not say which of its kernels computed a site",
     base.CONTINUOUS: "transformers' own continuous batching keeps its cache in pages that are not tapped",
     base.TEXT: "the model was given without a tokenizer",
+    base.MODEL_FILE: "the model came from no directory, so what is in its file is not known",
 }
 
 
@@ -109,7 +110,10 @@ class TransformersEngine:
             "vocab_size": self.vocab_size,
             **(identity or {}),
         }
-        self.capabilities = _CAPABILITIES | ({base.TEXT} if tokenizer is not None else frozenset())
+        self.model_file = Path(str(getattr(model, "name_or_path", "") or "."))
+        """The directory of the model, where it came from one."""
+        known = {base.MODEL_FILE} if (self.model_file / "config.json").is_file() else set()
+        self.capabilities = _CAPABILITIES | known | ({base.TEXT} if tokenizer is not None else set())
         self._other: dict[str, Any] = {}
 
     def _set(self, model: Any) -> None:
@@ -183,6 +187,10 @@ class TransformersEngine:
         """See ``explain.controls.oracle``."""
         return operation_of(self._torch, self.model, site, captured, request, rows)
 
+    def as_computed(self, role: str, operation: Operation, dtype: str) -> Operation:
+        """See ``explain.controls.roles``."""
+        return as_computed(operation, dtype)
+
     @property
     def stop_tokens(self) -> frozenset[int]:
         """Token ids that end a text."""
@@ -248,6 +256,7 @@ class TransformersEngine:
                 "sites": [each.site for each in sites.sites],
                 "lacks": lacks,
                 "notes": self._notes(overrides.pin_kernels),
+                **base.decoder_roles(str(self.identity["model_type"]), ROLES),
             }
         )
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from detdiff.compare.metrics import Values
 from detdiff.errors import OracleRefused, ProbeBackendUnusable, ProbeSiteUnknown, TorchMissing, words_of
+from detdiff.explain.attention_bounds import AttentionOperation, AttentionRoundings
 from detdiff.explain.bounds import Embedding, Linear
 from detdiff.explain.oracle import Operation
 from detdiff.explain.origins import Captured
@@ -251,3 +252,27 @@ def _weight(torch: Any, module: Any) -> Dense:
     if weight.dtype == torch.bfloat16:
         return Dense(weight.contiguous().view(torch.int16).numpy().view(np.uint16), "bfloat16")
     return Dense(weight.contiguous().numpy(), names[weight.dtype])
+
+
+def as_computed(operation: Operation, dtype: str) -> Operation:
+    """An operation with the roundings of torch's own kernels on a CPU, where they are others than MLX's.
+
+    Attention: whichever implementation is taken; the widest is assumed. Read in pytorch v2.13
+    aten/src/ATen/native/transformers/attention.cpp (query and key each times the root of the scale) and
+    aten/src/ATen/native/cpu/FlashAttentionKernel.cpp (blocks of keys, each an exponential of 20 ULP and a factor).
+    """
+    if not isinstance(operation, AttentionOperation):
+        return operation
+    keys, width = operation.keys.shape[1:]
+    own = AttentionRoundings(
+        query=((2, dtype),),
+        cached=((1, dtype),),
+        score=((width + 1, "float32"),),
+        scores=((3, dtype),),
+        apart=4,
+        whole=1,
+        power=24,
+        sums=((3 * keys + 8, "float32"),),
+        weights=((1, dtype),),
+    )
+    return replace(operation, roundings=own)

@@ -33,6 +33,34 @@ EMBEDDING_CLASSES = ("Embedding", "QuantizedEmbedding")
 SWITCH_CLASSES = ("SwitchLinear", "QuantizedSwitchLinear")
 
 
+_LAYER = "layers.*."
+ROLES: dict[str, list[tuple[str, str]]] = {
+    # Some models multiply the embedding before the first layer.
+    "embedding": [("layers.0.input_layernorm", "in"), ("embed_tokens", "out")],
+    "attn_norm": [(f"{_LAYER}input_layernorm", "out")],
+    "q": [(f"{_LAYER}self_attn.q_proj", "out")],
+    "k": [(f"{_LAYER}self_attn.k_proj", "out")],
+    "v": [(f"{_LAYER}self_attn.v_proj", "out")],
+    "q_norm": [(f"{_LAYER}self_attn.q_norm", "out")],
+    "k_norm": [(f"{_LAYER}self_attn.k_norm", "out")],
+    "rope_q": [(f"{_LAYER}self_attn.rope.q", "out"), (f"{_LAYER}self_attn.attention", "in")],
+    "rope_k": [(f"{_LAYER}self_attn.rope.k", "out"), (f"{_LAYER}self_attn.cache.write", "k")],
+    "attention": [(f"{_LAYER}self_attn.attention", "out")],
+    "o": [(f"{_LAYER}self_attn.o_proj", "out")],
+    "residual": [(f"{_LAYER}post_attention_layernorm", "in")],
+    "mlp_norm": [(f"{_LAYER}post_attention_layernorm", "out")],
+    "gate": [(f"{_LAYER}mlp.gate_proj", "out")],
+    "up": [(f"{_LAYER}mlp.up_proj", "out")],
+    "activation": [(f"{_LAYER}mlp.down_proj", "in")],
+    "down": [(f"{_LAYER}mlp.down_proj", "out")],
+    "block": [("layers.?", "out"), ("layers.??", "out"), ("layers.???", "out")],
+    "final_norm": [("norm", "out")],
+    "head": [("lm_head", "out"), ("embed_tokens.as_linear", "out")],
+    "logits": [("logits", "out")],
+}
+"""Where the values of each role are, in models that are built as llama is."""
+
+
 def module_kind(module: Module) -> str | None:
     """The site kind of a leaf module by its class, or None for one that is not tapped."""
     names = [cls.__name__ for cls in type(module).__mro__]
