@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
@@ -20,6 +22,20 @@ settings.register_profile("ci", deadline=None, print_blob=True, derandomize=True
 settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 pytest_plugins = ["plugins.real_models", "pytester"]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def not_synced() -> Iterator[None]:
+    """No trace of a test has to survive a power cut, and waiting for the disk leaves a core idle."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda _: None)
+        yield
+
+
+def pytest_collection_finish() -> None:
+    # Model libraries and thousands of tests: the collector would look through them again and again.
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

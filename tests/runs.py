@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
@@ -95,12 +96,13 @@ def scenario(
 
 
 class Runs:
-    """Records traces below one directory; ``base`` records each serial padded run once."""
+    """Records traces below one directory; ``once`` records each run of a sound model once, ``base`` each serial padded one."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._count = 0
         self._bases: dict[tuple[Any, ...], Trace] = {}
+        self._once: dict[str, Trace] = {}
 
     def record(
         self,
@@ -112,6 +114,13 @@ class Runs:
         self._count += 1
         path = self._directory / str(self._count)
         return record(asked, path, loaded=of, draft=draft, options=options)
+
+    def once(self, of: LoadedModel, asked: Scenario) -> Trace:
+        """The trace of a run that other tests may have asked for already; never while something is patched."""
+        key = json.dumps([of.identity, asked.to_dict()], sort_keys=True, default=str)
+        if key not in self._once:
+            self._once[key] = self.record(of, asked)
+        return self._once[key]
 
     def base(self, arch: str, fmt: str, **keys: Any) -> Trace:
         key = (arch, fmt, *sorted((name, str(value)) for name, value in keys.items()))

@@ -238,6 +238,7 @@ def answer(path: Path, prompt: str, count: int) -> str:
     return text
 
 
+@pytest.mark.thorough
 def test_real_model_knows_the_capital_of_france(smollm2_packed_f32: Path) -> None:
     assert "Paris" in answer(smollm2_packed_f32, "What is the capital of France?", 16)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 from injected_fault_trials import SUITES, Trials
 from runs import Runs, model, scenario
+from tiers import some_now
 
 from detdiff.compare import compare
 from detdiff.engines.mlx.engine import RecordOptions
@@ -21,7 +22,9 @@ def trials(runs: Runs) -> Trials:
     return Trials(runs)
 
 
-@pytest.mark.parametrize("suite", range(len(SUITES)), ids=["-".join(suite) for suite in SUITES])
+@pytest.mark.parametrize(
+    "suite", some_now(range(len(SUITES)), 0, 2, 3, 6), ids=["-".join(suite) for suite in SUITES]
+)
 def test_injected_faults_are_found_where_they_are(trials: Trials, suite: int) -> None:
     rows = [trials.run(number) for number in range(suite, SAMPLE, len(SUITES))]
     assert len(rows) == SAMPLE // len(SUITES)

@@ -133,7 +133,7 @@ def test_an_origin_is_where_the_paths_part(runs: Runs, thresholds: str, arch: st
 
 
 @pytest.mark.parametrize("layout", ["padded", "packed"])
-@pytest.mark.parametrize(("arch", "fmt"), CELLS)
+@pytest.mark.parametrize(("arch", "fmt"), some_now(CELLS, 0, 8, 11))
 def test_with_one_kernel_each_nothing_parts(
     runs: Runs, one_each: str, arch: str, fmt: str, layout: str
 ) -> None:
@@ -147,12 +147,17 @@ def test_with_one_kernel_each_nothing_parts(
 
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 @pytest.mark.parametrize(
-    "site", ["layers.1.mlp.switch_mlp.down_proj", "layers.1.self_attn.attention", "layers.0.self_attn.q_proj"]
+    "site",
+    some_now(
+        ["layers.1.mlp.switch_mlp.down_proj", "layers.1.self_attn.attention", "layers.0.self_attn.q_proj"],
+        0,
+        1,
+    ),
 )
 def test_a_fault_on_a_reference_path_is_found(runs: Runs, one_each: str, layout: str, site: str) -> None:
     of = model("qwen3_moe")
     asked = scenario("continuous", layout, kernels=one_each, **CONTINUOUS)
-    base = runs.record(of, asked)
+    base = runs.once(of, asked)
     other = runs.record(of, asked, RecordOptions(observe=0, faults=(InjectedFault(site, 2, 34, 3),)))
     (hit,) = [request for request in compare(base, other).requests if request.origin is not None]
     assert hit.origin is not None and (hit.id, hit.origin.site, hit.origin.position) == ("r2", site, 34)
@@ -247,7 +252,7 @@ def test_a_kernel_by_the_place_of_a_row_is_told_row_by_row(
             limit = len(order) - len(order) % 4
             assert call["path"].endswith("mm" if order.index(row) < limit else "mv")
     assert len(seen) == 2
-    serial = runs.record(model("qwen2"), scenario("serial", layout, **keys))
+    serial = runs.once(model("qwen2"), scenario("serial", layout, **keys))
     found = compare(serial, trace)
     for request in found.requests:
         assert all(count.path_a != count.path_b for count in request.origins)

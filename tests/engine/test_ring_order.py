@@ -22,7 +22,7 @@ RINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("fmt", ["f32", "q4"])
+@pytest.mark.parametrize("fmt", some_now(["f32", "q4"], 0))
 @pytest.mark.parametrize("variant", some_now(RINGS, 0))
 def test_a_rotated_cache_changes_attention_and_nothing_else(runs: Runs, fmt: str, variant: str) -> None:
     base = runs.base("gemma3_text", fmt, capture="full")
@@ -85,7 +85,7 @@ def test_minimal_case_of_the_ring_order() -> None:
     assert float(mx.abs(out - again).max()) < 1e-6
 
 
-@pytest.mark.parametrize("fmt", ["f32", "bf16"])
+@pytest.mark.parametrize("fmt", some_now(["f32", "bf16"], 1))
 def test_a_prompt_in_chunks_changes_a_state_space_scan(runs: Runs, fmt: str) -> None:
     """mamba2 sums within a chunk in one form and from chunk to chunk in another: equal chunks, equal bits."""
     of = model("mamba2", fmt)

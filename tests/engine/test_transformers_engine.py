@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiers import some_now
 from torch_models import VOCABULARY, row_by_row, tiny_llama, torch_or_skip
 
 from detdiff import Divergence, Scenario, compare, record
@@ -58,7 +59,7 @@ def found_by(model: Any, folder: Path, lengths: Sequence[int], **keys: Any) -> D
     return compare(*both(TransformersEngine(model, name="tiny"), folder, lengths, **keys))
 
 
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("count", some_now([2, 3], 1))
 def test_rows_that_are_computed_one_by_one_are_equal_to_the_bit(
     torch: Any, tmp_path: Path, count: int
 ) -> None:
@@ -83,7 +84,8 @@ def test_rows_that_are_computed_one_by_one_are_equal_to_the_bit(
 
 
 @pytest.mark.parametrize(
-    "place", ["layers.0.self_attn.k_proj", "layers.1.mlp.down_proj", "layers.1.self_attn.o_proj"]
+    "place",
+    some_now(["layers.0.self_attn.k_proj", "layers.1.mlp.down_proj", "layers.1.self_attn.o_proj"], 1),
 )
 def test_a_kernel_that_changes_with_m_is_named_with_its_m(torch: Any, tmp_path: Path, place: str) -> None:
     model = row_by_row(torch, tiny_llama(torch))
@@ -225,7 +227,7 @@ def phi(torch: Any) -> Any:
     return PhiForCausalLM(config).eval()
 
 
-@pytest.mark.parametrize("lengths", [(3, 3), (1, 2), (6, 9)])
+@pytest.mark.parametrize("lengths", some_now([((3, 3),), ((1, 2),), ((6, 9),)], 1))
 @pytest.mark.parametrize("make", [gemma, mixtral, phi])
 def test_heads_and_experts_are_not_taken_for_positions(
     torch: Any, tmp_path: Path, make: Callable[[Any], Any], lengths: tuple[int, ...]

@@ -48,6 +48,7 @@ def rounding() -> Verdict:
     return explain(*demo(), controls=DECIDING, loaded=load("builtin"))
 
 
+@pytest.mark.thorough
 def test_the_demonstration_is_numerics_that_names_threshold_and_cost(rounding: Verdict) -> None:
     assert (rounding.kind, rounding.rule) == ("numerics", "path")
     assert {control.name: control.result for control in rounding.controls} | {

@@ -101,6 +101,7 @@ def test_a_spent_budget_is_said(runs: Runs, budget: Budget) -> None:
     assert allowed.forwards == budget.forwards_spent <= (budget.forwards or 1000)
 
 
+@pytest.mark.thorough
 def test_what_is_spent_is_what_was_run(runs: Runs) -> None:
     case = _case(runs)
     controls = [run_control(case, name) for name in ("minimal_change", "patch_in", "repeat")]

@@ -149,6 +149,9 @@ def check_identical(trial: Trial, verdict: Verdict) -> None:
     assert verdict.divergence is not None and verdict.divergence.compared.differing == 0
 
 
+OUTSIDE = (6, 9, 10, 11, 14)
+"""What no rounding explains: outside every bound of float64."""
+
 CHECKS: dict[int, Callable[[Trial, Verdict], None]] = {
     1: check_switch,
     2: check_reuse,
@@ -172,17 +175,21 @@ CHECKS: dict[int, Callable[[Trial, Verdict], None]] = {
 
 
 @pytest.mark.parametrize("seed", SEEDS)
+# A case a rule of the verdict; the other cases that a rule decides are for the thorough tier, as is the costly one of `path`.
 @pytest.mark.parametrize(
-    "number", some_now(CHECKS, *(n for n, number in enumerate(CHECKS) if number not in (1, 3, 8)))
+    "number", some_now(CHECKS, *(n for n, number in enumerate(CHECKS) if number not in (1, 2, 3, 8, 10, 11)))
 )
 def test_verdict(number: int, seed: int) -> None:
     trial, verdict = explained(number, seed)
     assert verdict.kind == CASES[number].verdict, verdict.sentence
     assert any(each.decided for each in verdict.evidence) or verdict.kind == "undetermined"
     CHECKS[number](trial, verdict)
+    if number in OUTSIDE and seed == 3:
+        oracle = verdict.control("oracle")
+        assert oracle is not None and oracle.result == "outside", oracle
 
 
-@pytest.mark.parametrize("seed", range(len(VALUES)))
+@pytest.mark.parametrize("seed", some_now(range(len(VALUES)), 0, 2))
 def test_other_bits_are_no_rounding(seed: int) -> None:
     """Nothing is known of why a value has other bits, so a fault or nothing is said, and never that it is rounding."""
     _, verdict = explained(17, seed)
@@ -195,13 +202,6 @@ def test_one_unit_is_no_path(seed: int) -> None:
     """A single unit in the last place, on a path that no other row shows to matter, has no known cause."""
     _, verdict = explained(19, seed)
     assert verdict.kind == "undetermined", verdict.sentence
-
-
-@pytest.mark.parametrize("number", [6, 9, 10, 11, 14])
-def test_these_are_outside_every_bound(number: int) -> None:
-    _, verdict = explained(number, 3)
-    oracle = verdict.control("oracle")
-    assert oracle is not None and oracle.result == "outside", oracle
 
 
 def test_all_cases_are_here() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from runs import Runs, content, digests, events, model, scenario
+from tiers import some_now
 
 from detdiff.trace import Trace, digest_rows
 
@@ -43,10 +44,10 @@ def captured(trace: Trace) -> Found:
     return found
 
 
-@pytest.mark.parametrize(("arch", "fmt", "layout"), CASES)
+@pytest.mark.parametrize(("arch", "fmt", "layout"), some_now(CASES, 0, 1, 4))
 def test_full_values_digest_to_what_is_stored(runs: Runs, arch: str, fmt: str, layout: str) -> None:
-    lean = runs.record(model(arch, fmt), scenario("continuous", layout, **KEYS))
-    trace = runs.record(model(arch, fmt), scenario("continuous", layout, capture="full", **KEYS))
+    lean = runs.once(model(arch, fmt), scenario("continuous", layout, **KEYS))
+    trace = runs.once(model(arch, fmt), scenario("continuous", layout, capture="full", **KEYS))
     trace.verify()
     found, stored = captured(trace), digests(trace)
     assert {key: made for key, (_, made, _) in found.items()} == {key: stored[key] for key in found}
@@ -91,7 +92,7 @@ def _is_value(name: str) -> bool:
 def test_a_window_keeps_what_it_names_and_nothing_else(
     runs: Runs, layout: str, window: dict[str, Any]
 ) -> None:
-    full = captured(runs.record(model("llama"), scenario("continuous", layout, capture="full", **KEYS)))
+    full = captured(runs.once(model("llama"), scenario("continuous", layout, capture="full", **KEYS)))
     trace = runs.record(model("llama"), scenario("continuous", layout, capture="window", **window, **KEYS))
     found = captured(trace)
     low, high = window.get("window_positions", (0, 1 << 30))
@@ -109,20 +110,25 @@ def test_a_window_keeps_what_it_names_and_nothing_else(
     if patterns != ["*"]:
         digest_of = {value[0] for value in expected.values()}
         assert all(value[0] in digest_of for value in found.values())
-    assert digests(trace) == digests(runs.record(model("llama"), scenario("continuous", layout, **KEYS)))
+    assert digests(trace) == digests(runs.once(model("llama"), scenario("continuous", layout, **KEYS)))
 
 
 @pytest.mark.parametrize(
     ("arch", "layout"),
-    [
-        ("llama", "padded"),
-        ("llama", "packed"),
-        ("gemma3_text", "padded"),
-        ("qwen3_moe", "packed"),
-        ("qwen3_next", "padded"),
-    ],
+    some_now(
+        [
+            ("llama", "padded"),
+            ("llama", "packed"),
+            ("gemma3_text", "padded"),
+            ("qwen3_moe", "packed"),
+            ("qwen3_next", "padded"),
+        ],
+        1,
+        2,
+        4,
+    ),
 )
-@pytest.mark.parametrize("level", ["digest", "full"])
+@pytest.mark.parametrize("level", some_now(["digest", "full"], 1))
 def test_a_small_memory_budget_changes_nothing_that_was_seen(
     runs: Runs, monkeypatch: pytest.MonkeyPatch, arch: str, layout: str, level: str
 ) -> None:
@@ -181,12 +187,16 @@ def files(trace: Trace) -> dict[str, bytes]:
 
 @pytest.mark.parametrize(
     ("arch", "layout", "keys"),
-    [
-        ("llama", "padded", {"capture": "full", "lens": True}),
-        ("qwen3_moe", "packed", {"kernels": "candle-metal", "split_rows": 2}),
-        ("qwen3_next", "padded", {"temperature": 0.7}),
-        ("gemma3_text", "packed", {"digest": "device"}),
-    ],
+    some_now(
+        [
+            ("llama", "padded", {"capture": "full", "lens": True}),
+            ("qwen3_moe", "packed", {"kernels": "candle-metal", "split_rows": 2}),
+            ("qwen3_next", "padded", {"temperature": 0.7}),
+            ("gemma3_text", "packed", {"digest": "device"}),
+        ],
+        0,
+        1,
+    ),
 )
 def test_the_same_run_twice_gives_the_same_bytes(
     runs: Runs, arch: str, layout: str, keys: dict[str, Any]

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from runs import Runs, model, scenario, values
+from tiers import some_now
 
 from detdiff.compare import compare
 from detdiff.engines.mlx.taps.kernel_plan import CallSite, PathChooser, weight_of
@@ -113,7 +114,9 @@ def calls(trace: Trace, pattern: str) -> list[tuple[dict[str, Any], dict[str, An
     return found
 
 
-@pytest.mark.parametrize(("arch", "fmt"), [("llama", "bf16"), ("qwen2", "q4"), ("qwen3_moe", "f32")])
+@pytest.mark.parametrize(
+    ("arch", "fmt"), some_now([("llama", "bf16"), ("qwen2", "q4"), ("qwen3_moe", "f32")], 0, 2)
+)
 @pytest.mark.parametrize("path", ["rows", "pad:32"])
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 def test_a_forced_run_is_bit_equal_here_and_says_what_it_did(
@@ -152,7 +155,7 @@ def test_candle_metal_looks_at_the_shape_not_at_the_rows(runs: Runs) -> None:
     assert paths == {"padded": {"reference/candle-metal/mv"}, "packed": {"reference/candle-metal/mm"}}
 
 
-@pytest.mark.parametrize("split", [1, 2, 8, 1000])
+@pytest.mark.parametrize("split", some_now([1, 2, 8, 1000], 1, 3))
 def test_split_rows_is_a_limit(runs: Runs, split: int) -> None:
     asked = scenario("continuous", "packed", kernels="candle-metal", split_rows=split, **CONTINUOUS)
     trace = runs.record(model("llama"), asked)
@@ -209,7 +212,7 @@ def dense(of: Any, fmt: str) -> NDArray[np.float32]:
     return np.array(whole)
 
 
-@pytest.mark.parametrize("name", ["candle-metal/mv", "candle-metal/mm"])
+@pytest.mark.parametrize("name", some_now(["candle-metal/mv", "candle-metal/mm"], 0))
 @pytest.mark.parametrize(("fmt", "site"), [("q4", "q_proj"), ("f32", "k_proj"), ("bf16", "v_proj")])
 def test_a_reference_kernel_gets_the_weights_and_the_bias(runs: Runs, name: str, fmt: str, site: str) -> None:
     of = model("qwen2", fmt)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from mlx_lm.models import llama
+from tiers import some_now
 from tiny import tiny
 
 from detdiff import Scenario, compare
@@ -14,8 +15,9 @@ from detdiff.engines.base import Overrides, RunOptions
 from detdiff.engines.mlx.engine import record
 
 
-@pytest.mark.parametrize("layout", ["padded", "packed"])
-@pytest.mark.parametrize("pinned", [False, True])
+@pytest.mark.parametrize(
+    ("layout", "pinned"), some_now([(a, b) for a in ("padded", "packed") for b in (False, True)], 1, 2)
+)
 def test_parameters_of_other_names_are_passed_on_as_they_came(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str, pinned: bool
 ) -> None:

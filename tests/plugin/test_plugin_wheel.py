@@ -14,6 +14,8 @@ import pytest
 from conftest import STRICT
 from injected_faults import INJECTED_FAULTS, NAMED
 
+pytestmark = pytest.mark.thorough
+
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 INJECTED = """
