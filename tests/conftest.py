@@ -17,7 +17,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 # The time of an example says more about the machine than about the code. On CI every run tries the same
 # examples, so that a red one can be repeated.
-settings.register_profile("local", deadline=None, print_blob=True, max_examples=100 if THOROUGH else 30)
+settings.register_profile("local", deadline=None, print_blob=True, max_examples=100 if THOROUGH else 15)
 settings.register_profile("ci", deadline=None, print_blob=True, derandomize=True, database=None)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
 

@@ -7,7 +7,8 @@ kind. Every capability keeps a test with its injected fault in the first tier.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Hashable, Iterable
 from typing import Any
 
 import pytest
@@ -26,3 +27,14 @@ def some_now(values: Iterable[Any], *places: int) -> list[Any]:
         pytest.param(*each, marks=() if place in places else pytest.mark.thorough)
         for place, each in enumerate(given)
     ]
+
+
+def first_of_each(groups: Iterable[Hashable], count: int = 1) -> list[int]:
+    """The places of the first ``count`` of each group, for `some_now`."""
+    seen: Counter[Hashable] = Counter()
+    places = []
+    for place, group in enumerate(groups):
+        seen[group] += 1
+        if seen[group] <= count:
+            places.append(place)
+    return places

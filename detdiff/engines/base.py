@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Final, Protocol, runtime_checkable
@@ -179,6 +180,7 @@ FLAGS = (
 """Environment variables that change numerics."""
 
 
+@cache
 def version(package: str) -> str | None:
     """The installed version of a distribution, or None."""
     try:
@@ -187,6 +189,7 @@ def version(package: str) -> str | None:
         return None
 
 
+@cache
 def chip() -> str:
     """The processor's own name."""
     try:

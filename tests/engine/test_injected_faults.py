@@ -23,7 +23,7 @@ def trials(runs: Runs) -> Trials:
 
 
 @pytest.mark.parametrize(
-    "suite", some_now(range(len(SUITES)), 0, 2, 3, 6), ids=["-".join(suite) for suite in SUITES]
+    "suite", some_now(range(len(SUITES)), 0, 3), ids=["-".join(suite) for suite in SUITES]
 )
 def test_injected_faults_are_found_where_they_are(trials: Trials, suite: int) -> None:
     rows = [trials.run(number) for number in range(suite, SAMPLE, len(SUITES))]
@@ -31,7 +31,7 @@ def test_injected_faults_are_found_where_they_are(trials: Trials, suite: int) ->
     assert all(row["found"] for row in rows), [row for row in rows if not row["found"]]
 
 
-@pytest.mark.parametrize("layout", ["padded", "packed"])
+@pytest.mark.parametrize("layout", some_now(["padded", "packed"], 1))
 @pytest.mark.parametrize(
     "site",
     [

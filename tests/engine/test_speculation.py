@@ -79,7 +79,7 @@ def test_tokens_are_those_of_a_greedy_run_for_every_k_and_arrival(seed: int) -> 
 
 
 @pytest.mark.parametrize("fmt", ["f32", "bf16"])
-@pytest.mark.parametrize("arch", some_now(PACKABLE, 0, 4))
+@pytest.mark.parametrize("arch", some_now(PACKABLE, 4))
 def test_every_packable_architecture_within_a_budget_and_in_chunks(arch: str, fmt: str) -> None:
     if arch == "qwen3_moe" and fmt == "bf16":
         pytest.skip("MLX's CPU backend has no expert matmul in bf16")

@@ -34,6 +34,7 @@ from gguf.quants import dequantize, quantize
 from harness import f16
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiers import THOROUGH
 
 from detdiff_kernels import Blocks, UnsupportedFormat, kernel, kernel_names
 from detdiff_kernels.errors import UnknownTensor, UnreadableGguf
@@ -42,7 +43,7 @@ from detdiff_kernels.weights import BLOCKS
 
 
 @pytest.mark.parametrize(("name", "kind"), STATEMENTS)
-@settings(max_examples=12)
+@settings(max_examples=12 if THOROUGH else 4)
 @given(data=st.data())
 def test_a_kernel_computes_what_its_statement_says(name: str, kind: str, data: st.DataObject) -> None:
     case = data.draw(cases(kind))
