@@ -252,6 +252,10 @@ class LlamaContext:
         """Take a sequence's positions from ``start`` to before ``end`` (-1: all) out of the cache."""
         return bool(self._library.llama_memory_seq_rm(self.memory, sequence, start, end))
 
+    def held(self, sequence: int) -> int:
+        """How many positions of a sequence the cache says that it has: the position that its next row should have."""
+        return int(self._library.llama_memory_seq_pos_max(self.memory, sequence)) + 1
+
     def state(self, sequence: int) -> bytes:
         """A sequence's cache as llama.cpp writes it to a file."""
         size = self._library.llama_state_seq_get_size(self.handle, sequence)

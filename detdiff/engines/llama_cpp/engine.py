@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from detdiff.engines import base
 from detdiff.engines.base import Begin, RunOptions, request_header, wanted_values
-from detdiff.engines.schedule import Share, Work, forced_tokens
+from detdiff.engines.schedule import Work, forced_tokens
+from detdiff.engines.speculation import refuse_long_for_draft, refuse_other_vocabulary
 from detdiff.errors import (
     ContextExceeded,
     EngineRefuses,
@@ -29,7 +30,8 @@ from .graph import NodeGraph, ProbeBatch, probes
 from .layout import checked_library
 from .nodes import NodeRecorder, RecordingSizes
 from .recorder import LlamaRecorder
-from .serving import EndTokens, FedTokens, PreparedRun, Serving
+from .served_models import FirstBatches, PreparedRun, ServedModel, drafted, model_parts, observed
+from .serving import EndTokens, FedTokens, Serving
 from .sites import GraphSites, find_sites
 from .trial import try_model
 
@@ -54,6 +56,7 @@ _CAPABILITIES: Final = frozenset(
     {
         base.TOKENS, base.LOGITS, base.SITES, base.INPUTS, base.ROWS_SEEN, base.CACHE, base.VALUES, base.FORWARDS,
         base.RESET, base.PIN_KERNELS, base.ORACLE, base.SERIAL, base.STATIC, base.CONTINUOUS, base.PREFILL_CHUNK, base.PACKED, base.TEXT,
+        base.SPECULATION,
     }
 )  # fmt: skip
 _LACKS: Final = {
@@ -84,6 +87,7 @@ class LlamaEngine:
         self.capabilities = _CAPABILITIES
         self._graphs: dict[ContextSettings, GraphSites] = {}
         self._weights: GgufWeights | None = None
+        self._drafts: dict[str, LlamaEngine] = {}
 
     def _check_settings(self) -> None:
         wrong = next((key for key in self.settings if key not in SETTINGS), None)
@@ -164,7 +168,6 @@ class LlamaEngine:
         sampled = next((each.id for each in scenario.requests if each.sampling.temperature), None)
         told = (
             ("kernels", scenario.kernels != KernelPlan()),
-            ("a draft", scenario.speculation is not None),
             ("settings of the cache", scenario.cache != CachePlan()),
             ("lens", scenario.capture.lens),
             (f"the temperature of request {sampled!r}", sampled is not None),
@@ -174,6 +177,25 @@ class LlamaEngine:
             raise EngineRefuses(
                 f"{wrong} cannot be told to the engine llama.cpp, which decodes greedily with its own kernels. Leave it out."
             )
+        self._draft(scenario)
+
+    def draft_identity(self, scenario: Scenario) -> Mapping[str, Any]:
+        """The identity of a speculative scenario's draft model."""
+        draft = self._draft(scenario)
+        return {} if draft is None else draft.identity
+
+    def _draft(self, scenario: Scenario) -> LlamaEngine | None:
+        """The scenario's draft, opened once. Raises DraftMismatch for one of another vocabulary, and what opening raises."""
+        if scenario.speculation is None:
+            return None
+        name = scenario.speculation.draft
+        if name not in self._drafts:
+            draft = open_llama(name, self.settings)
+            refuse_other_vocabulary(
+                (scenario.model or "", self.model.vocabulary), (name, draft.model.vocabulary)
+            )
+            self._drafts[name] = draft
+        return self._drafts[name]
 
     def run(self, scenario: Scenario, begin: Begin, options: RunOptions) -> Mapping[str, Any]:
         """See `base.Engine.run`."""
@@ -183,20 +205,23 @@ class LlamaEngine:
                 "The engine llama.cpp was asked to change the dtype or to put cache entries in, and has no way to. Ask without."
             )
         with self.prepared(scenario, options.faults) as run:
-            graph = run.graph
+            runs = [run] if run.draft is None else [run, run.draft]
             lacks = {base.KERNEL_PATHS: _LACKS[base.KERNEL_PATHS]}
-            if len(graph.caches) < self.model.layers:
-                lacks[base.CACHE] = "; ".join(graph.unseen) or "the cache of some layers was not seen"
-            notes = list(graph.unseen)
+            if any(len(each.graph.caches) < each.context.model.layers for each in runs):
+                unseen = [clause for each in runs for clause in each.graph.unseen]
+                lacks[base.CACHE] = "; ".join(unseen) or "the cache of some layers was not seen"
+            notes = list(dict.fromkeys(clause for each in runs for clause in each.graph.unseen))
             if overrides.pin_kernels:
                 notes.append("each row was decoded in a call of its own")
+            draft = self.draft_identity(scenario)
             writer = begin(
                 {
+                    **({"draft": dict(draft)} if draft else {}),
                     "requests": [
                         request_header(request, item.prompt)
                         for request, item in zip(scenario.requests, run.work, strict=True)
                     ],
-                    "sites": [each.site for each in graph.sites],
+                    "sites": [site.site for each in runs for site in each.graph.sites],
                     "lacks": lacks,
                     "notes": notes,
                 }
@@ -207,39 +232,54 @@ class LlamaEngine:
     def prepared(self, scenario: Scenario, faults: Sequence[Any] = ()) -> Iterator[PreparedRun]:
         """A context with room for the requests of ``scenario``, recorded, with nothing in its cache, and closed at the end.
 
-        Raises what `run` raises before it records.
+        The draft's is prepared beside it. Raises what `run` raises before it records.
         """
         work = self._work(scenario)
+        draft = self._draft(scenario)
+        with ExitStack() as stack:
+            beside = None
+            if draft is not None:
+                refuse_long_for_draft(work, draft.model.context)
+                beside = draft._prepared(scenario, work, stack)
+                beside = replace(beside, graph=drafted(beside.graph))
+            yield replace(self._prepared(scenario, work, stack, faults), draft=beside)
+
+    def _prepared(
+        self, scenario: Scenario, work: list[Work], stack: ExitStack, faults: Sequence[Any] = ()
+    ) -> PreparedRun:
         settings = self._context_settings(work)
         graph, nodes = self._graph(settings), NodeRecorder()
         callback = nodes.function, nodes.user_data
         for fault in faults:
             callback = fault.callback(*callback)
         context = LlamaContext(self.model, settings, callback)
-        try:
-            if context.split and not graph.caches:
-                # Which stream a row belongs to is read off the cell that its keys are written to.
-                raise EngineRefuses(
-                    f"{'; '.join(graph.unseen[:1])}, so rows of several sequences cannot be told apart. Give unified = true, or another "
-                    "cache type or flash_attention."
-                )
-            nodes.plan(graph.plan, self._sizes(context, graph), self.model.window, context.split)
-            for fault in faults:
-                fault.install(context, nodes)
-            yield PreparedRun(scenario, work, context, nodes, graph)
-        finally:
-            context.close()
+        stack.callback(context.close)
+        if context.split and not graph.caches:
+            # Which stream a row belongs to is read off the cell that its keys are written to.
+            raise EngineRefuses(
+                f"{'; '.join(graph.unseen[:1])}, so rows of several sequences cannot be told apart. Give unified = true, or another "
+                "cache type or flash_attention."
+            )
+        nodes.plan(graph.plan, self._sizes(context, graph), self.model.window, context.split)
+        for fault in faults:
+            fault.install(context, nodes)
+        return PreparedRun(scenario, work, context, nodes, graph)
 
     def _record(self, run: PreparedRun, options: RunOptions, writer: TraceWriter) -> Mapping[str, Any]:
-        scenario, work, context, nodes = run.scenario, run.work, run.context, run.nodes
-        recorder = LlamaRecorder(
-            run.graph,
-            nodes,
-            writer,
-            [each.id for each in scenario.requests],
-            wanted_values(scenario, options),
-            scenario.capture.top,
-        )
+        scenario, work = run.scenario, run.work
+        runs = [run] if run.draft is None else [run, run.draft]
+        recorders = [
+            LlamaRecorder(
+                each.graph,
+                each.nodes,
+                writer,
+                [request.id for request in scenario.requests],
+                wanted_values(scenario, options),
+                scenario.capture.top,
+                part,
+            )
+            for each, part in zip(runs, model_parts([each.graph for each in runs]), strict=True)
+        ]
         total, count = sum(item.max_tokens for item in work), 0
 
         def on_token(*_: int) -> None:
@@ -249,46 +289,28 @@ class LlamaEngine:
                 options.progress(count, total)
 
         started, clock = time.time(), time.perf_counter()
-        seen: list[tuple[list[BatchRow], dict[int, bytes]]] = []
-
-        def batch(shares: Sequence[Share], rows: list[BatchRow]) -> dict[int, Any]:
-            recorder.begin(shares)
-            found = run.decode(rows)
-            if len(seen) < options.observe:
-                seen.append((rows, {n: each.tobytes() for n, each in found.items()}))
-            return found
+        first = [FirstBatches(each, options.observe) for each in runs]
 
         def text(token: int) -> str:
             return self.decode([token])
 
-        serve = Serving(run, options.overrides.pin_kernels, batch, on_token)
-        serve.run(recorder, text)
+        pinned = options.overrides.pin_kernels
+        draft = None
+        if run.draft is not None:
+            draft = ServedModel(run.draft, recorders[1], first[1], pinned)
+        counts = Serving(run, pinned, first[0], on_token).run(recorders[0], text, draft)
         seconds = time.perf_counter() - clock
+        written = recorders[0].part.written
         return {
             "times": {
                 "started": started,
                 "seconds": seconds,
-                "rows": recorder.rows,
-                "forwards": recorder.forwards,
+                "rows": written.rows,
+                "forwards": written.forwards,
             },
-            "observer": self._observed(context.settings, seen),
+            "observer": observed(first),
+            **({} if draft is None else {"speculation": counts}),
         }
-
-    def _observed(
-        self, settings: ContextSettings, seen: Sequence[tuple[list[BatchRow], dict[int, bytes]]]
-    ) -> dict[str, Any]:
-        """Whether the first batches give the same logits without a callback."""
-        if not seen:
-            return {"forwards": 0, "equal": None}
-        context = LlamaContext(self.model, settings)
-        try:
-            equal = True
-            for rows, logits in seen:
-                context.decode(rows)
-                equal &= all(context.logits(n).tobytes() == each for n, each in logits.items())
-        finally:
-            context.close()
-        return {"forwards": len(seen), "equal": equal}
 
     def _sizes(self, context: LlamaContext, graph: GraphSites) -> RecordingSizes:
         settings = context.settings

@@ -167,6 +167,7 @@ _FUNCTIONS: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
     "llama_get_memory": (_POINTER, (_POINTER,)),
     "llama_memory_clear": (None, (_POINTER, _BOOL)),
     "llama_memory_seq_rm": (_BOOL, (_POINTER, _INT, _INT, _INT)),
+    "llama_memory_seq_pos_max": (_INT, (_POINTER, _INT)),
     "llama_memory_seq_cp": (None, (_POINTER, _INT, _INT, _INT, _INT)),
     "llama_memory_seq_add": (None, (_POINTER, _INT, _INT, _INT, _INT)),
     "llama_state_seq_get_size": (c.c_size_t, (_POINTER, _INT)),

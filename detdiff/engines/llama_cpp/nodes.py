@@ -164,7 +164,11 @@ class NodeRecorder:
         mine = (positions >= 0) & (owners == bit)
         positions[mine] = -2 - positions[mine]
         owners[(positions >= 0) & (owners & bit != 0)] &= ~bit
-        self.terms[:, sequence], self.newest[:, sequence] = 0, -1
+        self.rewind(sequence, 0)
+
+    def rewind(self, sequence: int, start: int) -> None:
+        """A sequence's positions from ``start`` on were taken out of the cache. Their cells keep whose they were, and hold no entry."""
+        self.terms[:, sequence, start:], self.newest[:, sequence, start:] = 0, -1
 
 
 def digest_floats(address: int, count: int, coef: UInt64) -> int:

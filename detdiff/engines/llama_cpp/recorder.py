@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -28,9 +28,27 @@ class ChosenToken:
     request: int
     index: int
     position: int
-    batch_row: int
     token: int
     logits: NDArray[np.float32]
+
+
+@dataclass
+class WrittenCount:
+    """How much was written of a run so far, by the recorders of all of its models."""
+
+    forwards: int = 0
+    rows: int = 0
+
+
+@dataclass(frozen=True)
+class ModelPart:
+    """A model of a run: its name, and where its sites and ports begin among those of all; ``ports`` is how many there are."""
+
+    name: str = "target"
+    first_site: int = 0
+    first_port: int = 0
+    ports: int | None = None
+    written: WrittenCount = field(default_factory=WrittenCount)
 
 
 class LlamaRecorder:
@@ -44,12 +62,13 @@ class LlamaRecorder:
         ids: Sequence[str],
         wanted: WantedValues | None,
         top: int,
+        part: ModelPart | None = None,
     ) -> None:
+        self.part = part or ModelPart()
         self._graph, self._nodes, self._writer = graph, nodes, writer
         self._ids, self._wanted, self._top = ids, wanted, top
         self.owners = SequenceOwners()
-        self.forwards = 0
-        self.rows = 0
+        self._places: dict[tuple[int, int], int] = {}
         self._coefficients = coefficients(1 << 18)
         self._ports = ports_of(each.site for each in graph.sites)
         outputs = np.array([_outputs_only(each) for each in graph.sites])
@@ -65,10 +84,15 @@ class LlamaRecorder:
         shown = np.ones(len(self._ports), np.bool_) if answering else ~self._of_outputs
         columns = np.unique(self._graph.columns[shown])
         places = np.searchsorted(columns, self._graph.columns)
-        return tuple(int(p) if s else -1 for p, s in zip(places, shown, strict=True)), columns
+        own = tuple(int(p) if s else -1 for p, s in zip(places, shown, strict=True))
+        part = self.part
+        others = 0 if part.ports is None else part.ports - part.first_port - len(own)
+        return (-1,) * part.first_port + own + (-1,) * others, columns
 
-    def begin(self, shares: Sequence[Share]) -> None:
-        """The next batch has the rows of these shares, one after the other."""
+    def begin(self, shares: Sequence[Share], held: Sequence[int] | None = None) -> None:
+        """The next batch has the rows of these shares, one after the other; ``held`` are the positions that the cache says it has of
+        each one's request."""
+        self._held = held
         rows = [(self.owners.sequence(share.work.index), p) for share in shares for p in _positions(share)]
         kept = None
         if self._wanted is not None and any(
@@ -81,37 +105,67 @@ class LlamaRecorder:
         self._keeping = kept is not None
         self._nodes.begin(np.array(rows, np.int64).reshape(-1, 2), kept)
 
-    def end(
-        self, shares: Sequence[Share], answers: Sequence[ChosenToken], texts: Callable[[int], str]
-    ) -> None:
-        """The batch was computed, and its answers chosen."""
+    def end(self, shares: Sequence[Share], logits: Mapping[int, NDArray[np.float32]]) -> None:
+        """The batch was computed; ``logits`` are those of its rows that asked for them, by their place in the batch."""
         table = self._rows(shares)
         nodes = self._nodes
         asked = nodes.observed[: len(table), 2] == 1
         at = {(request, position): n for n, (request, position, *_) in enumerate(table[:, :2].tolist())}
-        told = list(contradictions(nodes, table, self.owners, self._graph.caches))
+        told = [*self._ahead(shares, at), *contradictions(nodes, table, self.owners, self._graph.caches)]
         head = self._head_column
         heads = (
             {}
             if head is None
             else {row: int(nodes.digests[row, head]) for row in np.flatnonzero(asked).tolist()}
         )
-        for answer in answers:
-            row = at[answer.request, answer.position]
-            found = digest_floats(answer.logits.ctypes.data, len(answer.logits), self._coefficients)
+        fed = [(share.work.index, position) for share in shares for position in _positions(share)]
+        for n, scores in logits.items():
+            row = at[fed[n]]
+            found = digest_floats(scores.ctypes.data, len(scores), self._coefficients)
             nodes.digests[row, self._logits_column] = found
             other = other_logits(table, row, found, heads)
             if other is not None:
                 told.append((row, other))
         graphs = nodes.rows[: len(table), 2]
-        first = self.forwards
+        first = self.part.written.forwards
         for graph in range(int(graphs.max()) + 1):
             mine = np.flatnonzero(graphs == graph)
             self._log(table[mine], asked[mine], [event for row, event in told if graphs[row] == graph])
             self._write(table, mine, asked)
-            self.forwards += 1
-        self.rows += len(table)
-        self._answered(answers, first + graphs[[at[a.request, a.position] for a in answers]], texts)
+            self.part.written.forwards += 1
+        self.part.written.rows += len(table)
+        self._places |= {place: first + int(graphs[row]) for place, row in at.items()}
+
+    def chosen(self, answers: Sequence[ChosenToken], texts: Callable[[int], str]) -> None:
+        """Tokens that were chosen from rows of the batches since the last that were."""
+        places, self._places = self._places, {}
+        if answers:
+            forwards = [places[answer.request, answer.position] for answer in answers]
+            self._answered(answers, np.array(forwards, np.int64), texts)
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """What was done after the last batch of any model."""
+        self._writer.event({"event": kind, "forward": self.part.written.forwards - 1, **fields})
+
+    def _ahead(
+        self, shares: Sequence[Share], at: Mapping[tuple[int, int], int]
+    ) -> list[tuple[int, dict[str, Any]]]:
+        """Requests of which the cache had more or fewer positions than their rows follow."""
+        return [
+            (
+                at[share.work.index, share.start],
+                {
+                    "kind": "offset",
+                    "request": share.work.index,
+                    "layer": each.layer,
+                    "found": held,
+                    "expected": share.start,
+                },
+            )
+            for share, held in zip(shares, self._held or (), strict=False)
+            if held != share.start
+            for each in self._graph.caches
+        ]
 
     def _rows(self, shares: Sequence[Share]) -> Int64:
         """Request, position, phase and token of each row, int64 [rows, 4], in the order in which they were computed."""
@@ -128,7 +182,8 @@ class LlamaRecorder:
         count, answering = len(table), int(asked.sum())
         sites: dict[int, list[int]] = {}
         for n, each in enumerate(self._graph.sites):
-            sites.setdefault(answering if _outputs_only(each) else count, []).append(n)
+            rows = answering if _outputs_only(each) else count
+            sites.setdefault(rows, []).append(self.part.first_site + n)
         calls = [
             {"path": "native", "rule": "", "rows": m, "second_last": m, "sites": format_ranges(places)}
             for m, places in sites.items()
@@ -150,7 +205,7 @@ class LlamaRecorder:
             )
         phases = {span["phase"] for span in spans}
         line: dict[str, Any] = {
-            "forward": self.forwards,
+            "forward": self.part.written.forwards,
             "phase": phases.pop() if len(phases) == 1 else "mixed",
             "layout": "packed",
             "shape": [1, count],
@@ -158,6 +213,8 @@ class LlamaRecorder:
             "plan": self._writer.plan(calls),
             "caches": [],
         }
+        if self.part.name != "target":
+            line["model"] = self.part.name
         if events:
             line["events"] = events
         self._writer.forward(line)
@@ -172,7 +229,7 @@ class LlamaRecorder:
                 TraceRows(
                     table[rows, 0].astype(np.int32),
                     table[rows, 1].astype(np.int32),
-                    np.full(len(rows), self.forwards, np.int32),
+                    np.full(len(rows), self.part.written.forwards, np.int32),
                     np.zeros(len(rows), np.int32),
                     table[rows, 2].astype(np.int32),
                     table[rows, 3].astype(np.int32),
@@ -216,8 +273,6 @@ class LlamaRecorder:
         return np.ascontiguousarray(data).view(STORAGE[dtype]).reshape(len(rows), *shape), dtype
 
     def _answered(self, answers: Sequence[ChosenToken], forwards: Int64, texts: Callable[[int], str]) -> None:
-        if not answers:
-            return
         top = [highest(answer.logits, self._top) for answer in answers]
         for token in dict.fromkeys(answer.token for answer in answers):
             self._writer.text(token, texts(token))

@@ -1,44 +1,14 @@
-"""Requests through a context of llama.cpp: who gets rows in the next batch, and what becomes of the logits."""
+"""The requests of a scenario on their way through llama.cpp: who gets rows in the next batch, and what becomes of the logits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
 
-from detdiff.engines.schedule import Share, Work, allot, by_arrival, prompt_share
-from detdiff.errors import LlamaFailed
-from detdiff.scenario import Scenario
+from detdiff.engines.schedule import Allotment, Share, Work, allot, by_arrival, prompt_share
+from detdiff.engines.speculation import Speculator
 
-from .context import BatchRow, Float32, LlamaContext
-from .node_loops import TROUBLE
-from .nodes import NodeRecorder
-from .recorder import ChosenToken, LlamaRecorder
-from .sites import GraphSites
-
-
-@dataclass(frozen=True, eq=False)
-class PreparedRun:
-    """A scenario's requests, a context that has room for them, its recorder, and the model's sites."""
-
-    scenario: Scenario
-    work: list[Work]
-    context: LlamaContext
-    nodes: NodeRecorder
-    graph: GraphSites
-
-    def decode(self, rows: list[BatchRow]) -> dict[int, Float32]:
-        """Compute a batch that the recorder was told of; the logits of the rows that ask for them, by row, valid until the next.
-
-        Raises LlamaFailed, also where the graph is another one than the recorder's.
-        """
-        self.context.decode(rows)
-        if self.nodes.state[TROUBLE]:
-            raise LlamaFailed(
-                "llama.cpp built another graph in the middle of a run than it did for other numbers of rows; expected one of the "
-                "same nodes. What was recorded before is readable."
-            )
-        return {n: self.context.logits(n) for n, row in enumerate(rows) if row.answers}
+from .recorder import ChosenToken
+from .served_models import Batch, FollowsBatches, PreparedRun, ServedModel, answering
 
 
 class EndTokens:
@@ -55,10 +25,17 @@ class FedTokens:
     """Feeds given tokens, and keeps what the model would have chosen."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
-        self.tokens, self.chosen = tuple(tokens), -1
+        self.tokens, self.chosen = tuple(tokens), list[int]()
+
+    def fed(self, index: int, own: int) -> int:
+        """Token ``index``; notes the model's ``own`` choice."""
+        del self.chosen[index:]
+        self.chosen.append(own)
+        return self.tokens[index] if index < len(self.tokens) else own
 
     def own(self, index: int) -> int:
-        return self.chosen
+        """What the model would have chosen for a token."""
+        return self.chosen[index]
 
 
 class Serving:
@@ -68,83 +45,76 @@ class Serving:
         self,
         run: PreparedRun,
         pinned: bool,
-        batch: Callable[[Sequence[Share], list[BatchRow]], dict[int, Any]],
+        batch: Batch,
         on_token: Callable[..., None],
     ) -> None:
         self._schedule, self._work, self._run, self._pinned = run.scenario.schedule, run.work, run, pinned
         self._batch, self._on_token = batch, on_token
-        self._free = list(range(run.context.settings.sequences))
 
-    def run(self, recorder: LlamaRecorder, text: Callable[[int], str]) -> None:
+    def run(
+        self,
+        recorder: FollowsBatches,
+        text: Callable[[int], str],
+        draft: ServedModel | None = None,
+    ) -> dict[str, dict[str, int]]:
+        """Serve all requests to their ends; the account of what ``draft`` proposed, by request id."""
+        target = ServedModel(self._run, recorder, self._batch, self._pinned)
+        models = [target] if draft is None else [target, draft]
+        asked = self._run.scenario.speculation
+        speculator = None
+        if draft is not None and asked is not None:
+            speculator = Speculator(target, draft, asked.drafts, recorder.event)
         schedule = self._schedule
         limit = 1 if schedule.kind == "serial" else (schedule.active or len(self._work))
-        limit = min(limit, len(self._free))
+        limit = min(limit, target.most)
         waiting, active, step = by_arrival(self._work), list[Work](), 0
-        own: dict[int, int] = {}
         while waiting or active:
             step = step if active else max(step, waiting[0].arrival)
             due = [item for item in waiting if item.arrival <= step][: limit - len(active)]
             waiting = [item for item in waiting if item not in due]
             for item in due:
-                own[item.index] = self._free.pop(0)
-                recorder.owners.begin(own[item.index], item.index)
+                for model in models:
+                    model.begin(item.index)
             active += due
-            shares = [
-                Share(item, item.done, (item.generated[-1],), 1, "decode")
-                if item.generated
-                else prompt_share(item, rows)
-                for item, rows in allot(active, schedule)
-            ]
-            for group in self._groups(shares):
-                self._compute(group, recorder, own, text)
+            allotted = allot(active, schedule, None if speculator is None else speculator.drafts)
+            recorder.chosen(self._step(target, speculator, allotted), text)
             step += 1
             for item in [item for item in active if item.finished]:
-                sequence = own.pop(item.index)
-                self._run.context.remove(sequence)
-                self._run.nodes.forget(sequence)
-                recorder.owners.end(sequence)
-                # The slot that was free longest is taken next, as if there were a ring of them.
-                self._free.append(sequence)
+                for model in models:
+                    model.end(item.index)
             active = [item for item in active if not item.finished]
+        return {} if speculator is None else speculator.counted(self._work)
 
-    def _groups(self, shares: Sequence[Share]) -> list[list[Share]]:
-        if not self._pinned:
-            return [list(shares)]
-        return [
-            [Share(each.work, each.start + n, (token,), int(bool(each.answers) and n == len(each.tokens) - 1), each.phase)]
-            for each in shares
-            for n, token in enumerate(each.tokens)
-        ]  # fmt: skip
-
-    def _compute(
+    def _step(
         self,
-        shares: Sequence[Share],
-        recorder: LlamaRecorder,
-        own: Mapping[int, int],
-        text: Callable[[int], str],
-    ) -> None:
-        rows = [
-            BatchRow(token, share.start + n, own[share.work.index], n >= len(share.tokens) - share.answers)
-            for share in shares
-            for n, token in enumerate(share.tokens)
-        ]
-        logits = self._batch(shares, rows)
-        answers, at = [], 0
-        for share in shares:
-            at += len(share.tokens)
-            share.work.done += len(share.tokens)
-            if not share.answers:
-                continue
-            scores = logits[at - 1]
-            token, index = self._run.context.choose(scores), len(share.work.generated)
-            if isinstance(share.work.sampler, FedTokens):
-                share.work.sampler.chosen = token
-                share.work.answer(share.work.sampler.tokens[index], self._on_token)
+        target: ServedModel,
+        speculator: Speculator[ServedModel] | None,
+        allotted: Sequence[Allotment],
+    ) -> list[ChosenToken]:
+        """One batch of the target, and the draft's before it; the tokens that were chosen."""
+        prompts = [prompt_share(*one) for one in allotted if not one.work.generated]
+        decoding = [one for one in allotted if one.work.generated]
+        if speculator is None:
+            verified = {}
+            shares = [Share(work, work.done, (work.generated[-1],), 1, "decode") for work, _ in decoding]
+        else:
+            speculator.follow(prompts)
+            proposals = speculator.propose(decoding)
+            verified = {proposal.work.index: proposal for proposal in proposals}
+            shares = [proposal.share() for proposal in proposals]
+        shares += prompts
+        chosen: list[ChosenToken] = []
+        for share, logits in zip(shares, target.logits(shares), strict=True):
+            work, first = share.work, len(share.work.generated)
+            choices = [target.run.context.choose(each) for each in logits]
+            if speculator is not None and work.index in verified:
+                speculator.settle(verified[work.index], choices, self._on_token)
             else:
-                share.work.answer(token, self._on_token)
-            answers.append(
-                ChosenToken(
-                    share.work.index, index, share.start + len(share.tokens) - 1, at - 1, token, scores
-                )
-            )
-        recorder.end(shares, answers, text)
+                work.done += len(share.tokens)
+                for own in choices:
+                    feeds = getattr(work.sampler, "fed", None)
+                    work.answer(own if feeds is None else feeds(first, own), self._on_token)
+            places = answering(share)[: len(work.generated) - first]
+            for n, position in enumerate(places):
+                chosen.append(ChosenToken(work.index, first + n, position, choices[n], logits[n]))
+        return chosen
