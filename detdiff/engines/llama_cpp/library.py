@@ -19,6 +19,7 @@ from detdiff.errors import LlamaLibraryRefused, LlamaMissing
 
 EVAL_CALLBACK: Final = c.CFUNCTYPE(c.c_bool, c.c_void_p, c.c_bool, c.c_void_p)
 _LOG_CALLBACK: Final = c.CFUNCTYPE(None, c.c_int, c.c_char_p, c.c_void_p)
+_LOGS: Final[list[Any]] = []
 TYPE_NAMES: Final = {0: "F32", 1: "F16", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 30: "BF16"}
 """ggml's types that a trace can hold, by number, as the trace names them."""
 
@@ -243,9 +244,10 @@ class LlamaLibrary:
             if text and level >= 3:
                 self._lines.append(text.decode(errors="replace"))
 
-        # Kept, since C holds no reference.
-        self._log = _LOG_CALLBACK(line)
-        self.llama_log_set(c.cast(self._log, c.c_void_p), None)
+        log = _LOG_CALLBACK(line)
+        self.llama_log_set(c.cast(log, c.c_void_p), None)
+        # C holds no reference, and calls it also when this object is gone.
+        _LOGS.append(log)
         self.llama_backend_init()
 
     def __getattr__(self, name: str) -> Any:
