@@ -120,7 +120,7 @@ class Cells:
         if self._distances.known:
             self._measure(rows, at, layout, differ)
 
-    def claimed(self, sites: Int64, rows: Int64) -> None:
+    def claimed(self, place: int, sites: Int64, rows: Int64, at: Int64) -> None:
         at = self._at(rows)
         self._state[at, sites] = ORIGIN
         self._state[at, self._part_of[sites]] = ORIGIN

@@ -206,8 +206,9 @@ class OriginWatch(Protocol):
     def block(self, block: Block) -> None:
         """Rows that are compared; every row pair comes once, before any origin in it."""
 
-    def claimed(self, sites: Int64, rows: Int64) -> None:
-        """Origins: the places of their sites and their row pairs, int64 [n] each."""
+    def claimed(self, place: int, sites: Int64, rows: Int64, at: Int64) -> None:
+        """Origins at the site ``place`` or ROOT: the places of the sites that show them, their row pairs, and the places by
+        which they are in order, int64 [n] each."""
 
 
 class Tally:
@@ -378,7 +379,7 @@ class Tally:
         self.origins[rows] += 1
         site = at if place == ROOT else np.full(len(rows), place)
         if self._watch is not None:
-            self._watch.claimed(site, rows)
+            self._watch.claimed(place, site, rows, at)
         for where in np.unique(site).tolist():
             call_a, call_b = self._calls(rows[site == where], where)
             found, counts = np.unique((call_a << 32) | call_b, return_counts=True)

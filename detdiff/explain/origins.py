@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from detdiff.compare.alignment import CommonPorts, RowPairs, pair_rows
-from detdiff.compare.details import Runs
-from detdiff.compare.digests import Scanner
-from detdiff.compare.forwards import KernelCall, RunLog
+from detdiff.compare.digests import Block, Scanner
+from detdiff.compare.forwards import KernelCall
+from detdiff.compare.ladder import Aligned, align, scan
 from detdiff.compare.metrics import Values
-from detdiff.compare.origins import ROOT, SettledOrigins, Tally
-from detdiff.compare.tokens import pair_requests
+from detdiff.compare.origins import ROOT
 from detdiff.errors import OracleRefused
 from detdiff.trace import Site, Trace
 
@@ -49,90 +46,57 @@ class OriginRow:
         return self.site.kind, self.call_a.path, self.call_b.path
 
 
-class _ListingTally(Tally):
-    """A tally that keeps which rows it counted."""
+class _Claimed:
+    """Keeps what a pass says of origins: forward of run a, place in its order, row pair, site that shows it, and site or ROOT."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.claimed: list[tuple[int, Int64, Int64]] = []
+    def __init__(self, aligned: Aligned) -> None:
+        self._forward = aligned.runs.a.row_index().forward[aligned.pairs.a]
+        self.found: list[tuple[int, int, int, int, int]] = []
 
-    def claim(self, place: int, rows: Int64, at: Int64, forward_a: Int64) -> None:
-        super().claim(place, rows, at, forward_a)
-        self.claimed.append((place, rows.copy(), at.copy()))
+    def block(self, block: Block) -> None: ...
+
+    def claimed(self, place: int, sites: Int64, rows: Int64, at: Int64) -> None:
+        forwards = self._forward[rows].tolist()
+        for forward, where, row, site in zip(
+            forwards, at.tolist(), rows.tolist(), sites.tolist(), strict=True
+        ):
+            self.found.append((forward, where, row, site, place))
 
 
 def origins(a: Trace, b: Trace) -> list[OriginRow]:
     """All of them, in run A's execution order. Raises NothingComparable."""
-    pairing = pair_requests(a, b)
-    ports = CommonPorts.of(a, b)
-    pairs = pair_rows(a, b, pairing.pairs)
-    runs = Runs(a, b, RunLog(a, "a"), RunLog(b, "b"))
-    forward_a = a.row_index().forward[pairs.a].astype(np.int64)
-
-    def calls(rows: Int64, place: int) -> tuple[Int64, Int64]:
-        site = ports.sites[place]
-        return (
-            runs.log_a.call_numbers(pairs.a[rows], site.index_a),
-            runs.log_b.call_numbers(pairs.b[rows], site.index_b),
-        )
-
-    tally = _ListingTally(ports, pairs, calls)
-    scanner = Scanner(a, b, ports, pairs)
-    for block in scanner.blocks():
-        tally.add(block, forward_a)
-    tally.settle(forward_a)
-    settled: dict[tuple[int, int], str] = {}
-    rules = SettledOrigins(tally, ports, pairs, scanner)
-    for found in rules.origins():
-        settled[found.row, found.place] = found.how
-        tally.claim(found.place, np.array([found.row]), np.array([rules.place_of(found)]), forward_a)
-    maker = _Maker(runs, ports, pairs, [(pair.id, pair.a, pair.b) for pair in pairing.pairs], settled)
-    in_order = [
-        (int(forward_a[row]), int(where), int(row), maker.origin_row(place, int(row), int(where)))
-        for place, rows, at in tally.claimed
-        for row, where in zip(rows.tolist(), at.tolist(), strict=True)
+    aligned = align(a, b)
+    claimed = _Claimed(aligned)
+    settled = scan(aligned, claimed).settled
+    return [
+        _origin_row(aligned, row, site, settled.get((row, place), _how(aligned, place)))
+        for _, _, row, site, place in sorted(claimed.found)
     ]
-    return [each for *_, each in sorted(in_order, key=lambda item: item[:3])]
 
 
-class _Maker:
-    def __init__(
-        self,
-        runs: Runs,
-        ports: CommonPorts,
-        pairs: RowPairs,
-        requests: Sequence[tuple[str, int, int]],
-        settled: dict[tuple[int, int], str],
-    ) -> None:
-        self._runs, self._ports, self._pairs, self._requests, self._settled = (
-            runs,
-            ports,
-            pairs,
-            requests,
-            settled,
-        )
+def _how(aligned: Aligned, place: int) -> str:
+    return "leaf" if place != ROOT and not aligned.ports.sites[place].descendants else "composite"
 
-    def origin_row(self, place: int, row: int, at: int) -> OriginRow:
-        leaf = place != ROOT and not self._ports.sites[place].descendants
-        how = self._settled.get((row, place), "leaf" if leaf else "composite")
-        site = self._ports.sites[at if place == ROOT else place]
-        request, number_a, number_b = self._requests[int(self._pairs.request[row])]
-        position = int(self._pairs.position[row])
-        row_a, row_b = int(self._pairs.a[row]), int(self._pairs.b[row])
-        forward_a = int(self._runs.a.row_index().forward[row_a])
-        forward_b = int(self._runs.b.row_index().forward[row_b])
-        return OriginRow(
-            site.site,
-            how,
-            request,
-            position,
-            row_a,
-            row_b,
-            forward_a,
-            forward_b,
-            self._runs.log_a.call(forward_a, site.index_a, (number_a, position)),
-            self._runs.log_b.call(forward_b, site.index_b, (number_b, position)),
-        )
+
+def _origin_row(aligned: Aligned, row: int, place: int, how: str) -> OriginRow:
+    runs, pairs, site = aligned.runs, aligned.pairs, aligned.ports.sites[place]
+    request = aligned.pairing.pairs[int(pairs.request[row])]
+    position = int(pairs.position[row])
+    row_a, row_b = int(pairs.a[row]), int(pairs.b[row])
+    forward_a = int(runs.a.row_index().forward[row_a])
+    forward_b = int(runs.b.row_index().forward[row_b])
+    return OriginRow(
+        site.site,
+        how,
+        request.id,
+        position,
+        row_a,
+        row_b,
+        forward_a,
+        forward_b,
+        runs.log_a.call(forward_a, site.index_a, (request.a, position)),
+        runs.log_b.call(forward_b, site.index_b, (request.b, position)),
+    )
 
 
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -264,10 +228,10 @@ class RowPlace:
 
 
 CANDIDATES: tuple[tuple[str, Callable[[RowPlace], bool]], ...] = (
-    ("only rows from 1 on", lambda seat: seat.row >= 1),
-    ("only where a forward has one token a row (T = 1)", lambda seat: seat.tokens == 1),
-    ("only padded rows", lambda seat: seat.padded),
-    ("only from the second prefill chunk on", lambda seat: seat.chunk >= 2),
+    ("only rows from 1 on", lambda place: place.row >= 1),
+    ("only where a forward has one token a row (T = 1)", lambda place: place.tokens == 1),
+    ("only padded rows", lambda place: place.padded),
+    ("only from the second prefill chunk on", lambda place: place.chunk >= 2),
 )
 
 
@@ -285,10 +249,10 @@ def pattern_of(affected: Iterable[RowPlace], spared: Iterable[RowPlace]) -> str:
         if all(map(holds, hit)) and not all(map(holds, free)) and free
     ]
     words = [each for each, _ in found]
-    low, high = min(seat.rows for seat in hit), max(seat.rows for seat in hit)
-    others = [seat for seat in free if all(holds(seat) for _, holds in found)]
-    within = [seat for seat in others if low <= seat.rows <= high]
-    if len(within) < len(others) or not any(low <= seat.rows <= high for seat in free):
+    low, high = min(place.rows for place in hit), max(place.rows for place in hit)
+    others = [place for place in free if all(holds(place) for _, holds in found)]
+    within = [place for place in others if low <= place.rows <= high]
+    if len(within) < len(others) or not any(low <= place.rows <= high for place in free):
         words.append(f"only M from {low} to {high}" if high > low else f"only M = {low}")
         others = within
     if not words:
@@ -299,9 +263,8 @@ def pattern_of(affected: Iterable[RowPlace], spared: Iterable[RowPlace]) -> str:
 
 def pattern(a: Trace, b: Trace, site: str, run: str) -> str:
     """The pattern of the rows at which ``site`` has equal inputs and other outputs, as they lay in run ``run``."""
-    pairing = pair_requests(a, b)
-    ports = CommonPorts.of(a, b)
-    pairs = pair_rows(a, b, pairing.pairs)
+    aligned = align(a, b)
+    ports, pairs = aligned.ports, aligned.pairs
     place = next((n for n, common in enumerate(ports.sites) if common.site.name == site), None)
     if place is None:
         return ""
@@ -321,8 +284,8 @@ def pattern(a: Trace, b: Trace, site: str, run: str) -> str:
         hit += block.rows[equal & other].tolist()
         free += block.rows[equal & ~other].tolist()
     trace, rows = (a, pairs.a) if run == "a" else (b, pairs.b)
-    seats = _RowPlaces(trace)
-    return pattern_of((seats.of(int(rows[n])) for n in hit), (seats.of(int(rows[n])) for n in free))
+    places = _RowPlaces(trace)
+    return pattern_of((places.of(int(rows[n])) for n in hit), (places.of(int(rows[n])) for n in free))
 
 
 class _RowPlaces:
