@@ -80,7 +80,7 @@ class Case:
         Raises ReplayError for a trace that is incomplete or of another model than the one that is loaded, NothingComparable
         where nothing of the two can be compared, and what opening and recording raise.
         """
-        scenarios = [_scenario(side) for side in (a, b)]
+        scenarios = [scenario_of(side) for side in (a, b)]
         engines = _engines(scenarios, mlx_engine(loaded, draft) if loaded is not None else engine, draft)
         for side, opened, scenario in zip((a, b), engines, scenarios, strict=True):
             if isinstance(side, Trace):
@@ -205,7 +205,16 @@ def _flipped_in(request: RequestDivergence) -> int:
     return forward if forward is not None else request.flip.forward_a or 0
 
 
-def _scenario(side: Scenario | Trace) -> Scenario:
+def opened_run(run: Trace | Scenario | Path | str) -> Trace | Scenario:
+    """A run that may be named by the path of its trace or scenario file. Raises what reading them raises."""
+    if isinstance(run, Trace | Scenario):
+        return run
+    path = Path(run)
+    return Trace.open(path, checked=True) if path.is_dir() else Scenario.from_toml(path)
+
+
+def scenario_of(side: Scenario | Trace) -> Scenario:
+    """What a run was, or is to be, a run of. Raises what reading a scenario raises."""
     if isinstance(side, Scenario):
         return side
     return Scenario.from_dict(side.scenario, where=f"the scenario of {side.path}")

@@ -14,7 +14,7 @@ from detdiff.errors import CommandError, DetdiffError, Interrupted, NothingCompa
 from detdiff.scenario import Scenario
 from detdiff.trace import Trace
 
-from .case import REPEATS, Case
+from .case import REPEATS, Case, opened_run
 from .control import NOT_RUN, Budget, CannotRun, Control, Outcome, Registered, registered
 from .facts import Facts, RecordedFacts
 from .rules import RULES, decide, deciding
@@ -61,7 +61,7 @@ def explain(
     """
     wanted = _wanted(controls)
     try:
-        sides = [_opened(run) for run in (a, b)]
+        sides = [opened_run(run) for run in (a, b)]
         sure = _without_model(sides, across_engines) if controls is None else None
         if sure is not None:
             return decide(sure)
@@ -107,13 +107,6 @@ def _fragile(case: Case) -> tuple[Fragility, ...]:
         return fragility(case.a, case.b)
     except NothingComparable:
         return ()
-
-
-def _opened(run: Run) -> Trace | Scenario:
-    if isinstance(run, Trace | Scenario):
-        return run
-    path = Path(run)
-    return Trace.open(path, checked=True) if path.is_dir() else Scenario.from_toml(path)
 
 
 def _without_model(sides: Sequence[Trace | Scenario], across_engines: bool) -> Facts | None:

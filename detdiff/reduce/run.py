@@ -14,6 +14,7 @@ from detdiff.engines.mlx.model import LoadedModel, encode
 from detdiff.engines.mlx.model_directory import RANDOM, layers_of
 from detdiff.engines.mlx.serve import Models
 from detdiff.errors import NothingToReduce, ReductionError
+from detdiff.explain.case import opened_run, scenario_of
 from detdiff.scenario import Scenario
 from detdiff.trace import Trace
 
@@ -53,8 +54,8 @@ def reduce(
     loading and running raise. An interrupt leaves the folder as it was after the last step.
     """
     options = options or ReduceOptions()
-    runs = [_opened(run) for run in (a, b)]
-    scenarios = [_scenario(run) for run in runs]
+    runs = [opened_run(run) for run in (a, b)]
+    scenarios = [scenario_of(run) for run in runs]
     models = _models(scenarios, loaded, draft)
     plain_ = [_plain(run, asked, models) for run, asked in zip(runs, scenarios, strict=True)]
     start = Candidate(plain_[0], plain_[1])
@@ -103,19 +104,6 @@ def _started(trials: CandidateTrials, start: Candidate, step: Any, options: Redu
             "let them generate more tokens."
         )
     return search
-
-
-def _opened(run: Run) -> Trace | Scenario:
-    if isinstance(run, Trace | Scenario):
-        return run
-    path = Path(run)
-    return Trace.open(path, checked=True) if path.is_dir() else Scenario.from_toml(path)
-
-
-def _scenario(run: Trace | Scenario) -> Scenario:
-    if isinstance(run, Scenario):
-        return run
-    return Scenario.from_dict(run.scenario, where=f"the scenario of {run.path}")
 
 
 def _models(scenarios: list[Scenario], loaded: LoadedModel | None, draft: LoadedModel | None) -> Models:
