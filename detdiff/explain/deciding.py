@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,7 +44,9 @@ def deciding_row(case: Case, side: Side) -> DecidingRow:
     if request.differing_entries is None:
         raise CannotRun(f"no row of {request.id} differs, so nothing was carried")
     position = request.differing_entries.alive_at
-    logits = [digests_of(case.trace(each), case.number(each, request.id), "logits", "out") for each in "ab"]
+    logits = [
+        digests_of(case.trace(each), case.number(each, request.id), [("logits", "out")]) for each in "ab"
+    ]
     apart = [at for at, digest in logits[0].items() if at <= position and logits[1].get(at, digest) != digest]
     position = max(apart, default=position)
     here = forwards_of(trace, number, position)
@@ -60,16 +63,19 @@ def forwards_of(trace: Trace, request: int, position: int) -> list[int]:
     return [forward for forward in found if lines[forward].get("model", TARGET) == TARGET]
 
 
-def digests_of(trace: Trace, request: int, site: str, port: str) -> dict[int, int]:
-    """Digests of one port of a request's rows by position, the last write of each."""
-    number = trace.port_index(site, port)
-    found: dict[int, int] = {}
+def digests_of(trace: Trace, request: int, ports: Sequence[tuple[str, str]]) -> dict[int, tuple[int, ...]]:
+    """Digests of (site, port) pairs of a request's rows by position, the last write of each; rows without one of them are
+    left out."""
+    numbers = [trace.port_index(site, port) for site, port in ports]
+    found: dict[int, tuple[int, ...]] = {}
     for shard in trace.shards:
         for table, columns in shard.tables.items():
-            if columns[number] < 0:
+            places = columns[numbers]
+            if (places < 0).any():
                 continue
             rows = shard.table_rows(table)
             mine = shard.rows.request[rows] == request
-            digests = shard.digests(table)[:, columns[number]]
-            found.update(zip(shard.rows.position[rows][mine].tolist(), digests[mine].tolist(), strict=True))
+            digests = shard.digests(table)[:, places]
+            positions = shard.rows.position[rows][mine].tolist()
+            found.update(zip(positions, map(tuple, digests[mine].tolist()), strict=True))
     return found

@@ -36,6 +36,8 @@ from .sites import GraphSites, find_sites
 from .trial import try_model
 
 if TYPE_CHECKING:
+    from detdiff.explain.case import Case
+    from detdiff.explain.controls.patches import Patches
     from detdiff.explain.oracle import Operation
     from detdiff.explain.origins import Captured
 
@@ -55,7 +57,7 @@ MOST_SEQUENCES: Final = 62
 _CAPABILITIES: Final = frozenset(
     {
         base.TOKENS, base.LOGITS, base.SITES, base.INPUTS, base.ROWS_SEEN, base.CACHE, base.VALUES, base.FORWARDS,
-        base.RESET, base.PIN_KERNELS, base.ORACLE, base.SERIAL, base.STATIC, base.CONTINUOUS, base.PREFILL_CHUNK, base.PACKED, base.TEXT,
+        base.RESET, base.PIN_KERNELS, base.PATCH, base.ORACLE, base.SERIAL, base.STATIC, base.CONTINUOUS, base.PREFILL_CHUNK, base.PACKED, base.TEXT,
         base.SPECULATION,
     }
 )  # fmt: skip
@@ -145,6 +147,16 @@ class LlamaEngine:
     def decode(self, ids: list[int]) -> str:
         return self.model.decode(ids)
 
+    @property
+    def pinning(self) -> str:
+        """How kernels are pinned, in words."""
+        streams = ", and each sequence in a stream of the cache of its own" if self._unified else ""
+        return f"each row decoded in a call of its own{streams}"
+
+    @property
+    def _unified(self) -> bool:
+        return bool(self.settings.get("unified", False))
+
     def reset(self) -> None:
         """Nothing is kept from one run to the next."""
 
@@ -162,6 +174,12 @@ class LlamaEngine:
             )
         self._weights = self._weights or GgufWeights(self.model.path)
         return operation_of(self._weights, SiteNode(node.weight, node.width), site, captured, request, rows)
+
+    def cache_patches(self, case: Case) -> Patches:
+        """See ``explain.controls.patches``."""
+        from .cache_patches import LlamaCachePatches
+
+        return LlamaCachePatches(self, case)
 
     def check(self, scenario: Scenario) -> None:
         """Raises EngineRefuses for what this engine cannot be told."""
@@ -204,7 +222,7 @@ class LlamaEngine:
             raise EngineRefuses(
                 "The engine llama.cpp was asked to change the dtype or to put cache entries in, and has no way to. Ask without."
             )
-        with self.prepared(scenario, options.faults) as run:
+        with self.prepared(scenario, options.faults, pinned=overrides.pin_kernels) as run:
             runs = [run] if run.draft is None else [run, run.draft]
             lacks = {base.KERNEL_PATHS: _LACKS[base.KERNEL_PATHS]}
             if any(len(each.graph.caches) < each.context.model.layers for each in runs):
@@ -212,7 +230,7 @@ class LlamaEngine:
                 lacks[base.CACHE] = "; ".join(unseen) or "the cache of some layers was not seen"
             notes = list(dict.fromkeys(clause for each in runs for clause in each.graph.unseen))
             if overrides.pin_kernels:
-                notes.append("each row was decoded in a call of its own")
+                notes.append(f"pinned: {self.pinning}")
             draft = self.draft_identity(scenario)
             writer = begin(
                 {
@@ -229,10 +247,13 @@ class LlamaEngine:
             return self._record(run, options, writer)
 
     @contextmanager
-    def prepared(self, scenario: Scenario, faults: Sequence[Any] = ()) -> Iterator[PreparedRun]:
+    def prepared(
+        self, scenario: Scenario, faults: Sequence[Any] = (), *, pinned: bool = False
+    ) -> Iterator[PreparedRun]:
         """A context with room for the requests of ``scenario``, recorded, with nothing in its cache, and closed at the end.
 
-        The draft's is prepared beside it. Raises what `run` raises before it records.
+        For ``pinned`` runs each sequence has a stream of the cache: in one that is shared, attention's sums depend on which cells
+        between others' a row's keys lie in. The draft's context is prepared beside it. Raises what `run` raises before it records.
         """
         work = self._work(scenario)
         draft = self._draft(scenario)
@@ -240,14 +261,20 @@ class LlamaEngine:
             beside = None
             if draft is not None:
                 refuse_long_for_draft(work, draft.model.context)
-                beside = draft._prepared(scenario, work, stack)
+                beside = draft._prepared(scenario, work, stack, pinned=pinned)
                 beside = replace(beside, graph=drafted(beside.graph))
-            yield replace(self._prepared(scenario, work, stack, faults), draft=beside)
+            yield replace(self._prepared(scenario, work, stack, faults, pinned=pinned), draft=beside)
 
     def _prepared(
-        self, scenario: Scenario, work: list[Work], stack: ExitStack, faults: Sequence[Any] = ()
+        self,
+        scenario: Scenario,
+        work: list[Work],
+        stack: ExitStack,
+        faults: Sequence[Any] = (),
+        *,
+        pinned: bool = False,
     ) -> PreparedRun:
-        settings = self._context_settings(work)
+        settings = self._context_settings(work, self._unified and not pinned)
         graph, nodes = self._graph(settings), NodeRecorder()
         callback = nodes.function, nodes.user_data
         for fault in faults:
@@ -340,15 +367,16 @@ class LlamaEngine:
                 context.close()
         return self._graphs[settings]
 
-    def _context_settings(self, work: Sequence[Work]) -> ContextSettings:
+    def _context_settings(self, work: Sequence[Work], unified: bool) -> ContextSettings:
         """A context that has room for all requests at once, so that it is the same for every schedule."""
         found = self.settings
-        unified = bool(found.get("unified", False))
         lengths = [len(item.prompt) + item.max_tokens for item in work]
         sequences = min(len(work), MOST_SEQUENCES)
         # Two sequences at least, since llama.cpp treats one alone like a cache that is shared.
         need = sum(lengths) if unified else sequences * _padded(max(lengths))
-        cells = _padded(max(int(found.get("context", need)), 32 * sequences))
+        # What was asked of a cache that is shared says nothing of one with streams.
+        asked = need if unified != self._unified else int(found.get("context", need))
+        cells = _padded(max(asked, 32 * sequences))
         if "context" in found and unified and max(lengths) > cells:
             raise ContextExceeded(
                 f"context is {found['context']} cells, and a request needs {max(lengths)}; expected room for one at least. Ask for more."

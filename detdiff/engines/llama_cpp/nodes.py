@@ -91,6 +91,10 @@ class NodeRecorder:
         """Addresses of the nodes of the graph that was discovered; they are valid until the next batch."""
         return [int(each) for each in self._nodes[: self.state[loops.MADE]]]
 
+    def address(self, node: int) -> int:
+        """The address of a node of the graph that was recorded last, valid until the next batch."""
+        return int(self._nodes[node])
+
     def off(self) -> None:
         """Let graphs be computed unseen."""
         self.state[MODE] = OFF

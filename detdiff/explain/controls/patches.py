@@ -117,10 +117,10 @@ def _patch(case: Case, side: Side, results: tuple[str, str]) -> Outcome:
         sentence = f"every cache entry that {case.focus.id} could read before the forward of the flip is equal in both runs"
         return Outcome("no_differing_entries", sentence, PatchFigures(**figures))
     if pair.own["a"] == pair.own["b"]:
-        sentence = f"{len(pair.differing)} cache entries differ, and the deciding row of {case.focus.id} gives the same bits in both runs"
+        sentence = f"{len(pair.differing):,} cache entries differ, and the deciding row of {case.focus.id} gives the same bits in both runs"
         return Outcome("no_effect", sentence, PatchFigures(**figures))
     wanted = pair.own[other]
-    took = f"{len(pair.differing)} differing cache entries of {other} in {side}"
+    took = f"{len(pair.differing):,} differing cache entries of {other} in {side}"
     if pair.answer(side, pair.differing) != wanted:
         sentence = f"with all {took}, {side} still decides otherwise than {other}: {what} is not in {_patched(states)} alone"
         return Outcome(results[1], sentence, PatchFigures(**figures))
@@ -140,7 +140,7 @@ def _patch(case: Case, side: Side, results: tuple[str, str]) -> Outcome:
     happens = "appears" if side == "a" else "is gone"
     few = "these suffice" if exact else "the search ended with these"
     sentence = (
-        f"with {took}, {what} {happens}; {few}: {len(best)} entr{'y' if len(best) == 1 else 'ies'} of layer"
+        f"with {took}, {what} {happens}; {few}: {len(best):,} entr{'y' if len(best) == 1 else 'ies'} of layer"
         f"{'' if len(layers) == 1 else 's'} {_spans(ranges(layers))} at position"
         f"{'' if len({e.position for e in best}) == 1 else 's'} {_spans(positions)}"
     )

@@ -1,0 +1,172 @@
+"""Explaining a tiny model in the real llama.cpp: what takes a difference away, what carries it, and what leaves it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from models import need_llama, tiny_gguf
+from tiers import some_now
+
+from detdiff import Scenario, explain
+from detdiff.compare import Divergence
+from detdiff.engines.base import PATCH
+from detdiff.engines.llama_cpp.cache_patches import StoredEntries
+from detdiff.engines.llama_cpp.context import ContextFault
+from detdiff.engines.llama_cpp.library import GgmlTensor
+from detdiff.engines.llama_cpp.node_loops import ENTRY, HEADS, KV_SIZE, LAYER, WRITE_K, WRITE_V
+from detdiff.engines.registry import open_engine
+from detdiff.explain.case import Case
+from detdiff.explain.investigate import run_control
+
+PROMPTS = ("The capital of France is", "Once upon a time", "def f(n):", "Water boils at")
+ONE_BY_ONE, AS_THEY_COME = "schedule=serial", "schedule=continuous arrivals=0,2,4,6"
+
+
+@pytest.fixture(scope="module")
+def f16(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    need_llama()
+    return tiny_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf", "F16", width=128)
+
+
+def asked(file: Path, flags: str, prompts: tuple[str, ...] = PROMPTS) -> Scenario:
+    return Scenario.from_flags(str(file), prompts, f"engine=llama.cpp max_tokens=12 ignore_stop {flags}")
+
+
+def differing(found: Divergence) -> None:
+    """Without a difference there is nothing to explain."""
+    if found.identical:
+        pytest.skip("this processor's llama.cpp gives a row of F16 the same bits alone and beside others")
+
+
+@pytest.mark.parametrize(
+    "settings", some_now(["", "engine.unified=true", "engine.flash_attention=off"], 0, 1)
+)
+def test_another_kernel_for_more_rows_is_numerics_and_goes_with_pinned_rows(f16: Path, settings: str) -> None:
+    verdict = explain(asked(f16, f"{ONE_BY_ONE} {settings}"), asked(f16, f"{AS_THEY_COME} {settings}"))
+    assert verdict.divergence is not None
+    differing(verdict.divergence)
+    first = next(each for each in verdict.divergence.requests if each.id == verdict.divergence.first)
+    origin = first.origin
+    assert origin is not None and origin.kind == "linear" and origin.site.endswith("-0.MUL_MAT")
+    assert (origin.rows_a, origin.rows_b) == (1, origin.composition_b and origin.composition_b.rows)
+    results = {each.name: each.result for each in verdict.controls}
+    for name, result in (
+        ("repeat", "equal"), ("pin_kernels", "removed"), ("neighbour_content", "equal"), ("oracle", "inside"),
+    ):  # fmt: skip
+        assert results[name] == result, next(each.sentence for each in verdict.controls if each.name == name)
+    assert results["patch_in"] in ("removed", "remains", "no_effect", "no_differing_entries")
+    assert verdict.kind == "numerics", verdict.sentence
+    assert "each row decoded in a call of its own" in verdict.sentence
+
+
+def test_blocks_of_eight_bits_are_the_same_in_every_batch(tmp_path: Path) -> None:
+    need_llama()
+    file = tiny_gguf(tmp_path / "tiny.gguf", "Q8_0")
+    verdict = explain(asked(file, ONE_BY_ONE), asked(file, AS_THEY_COME))
+    assert verdict.kind == "identical" and verdict.divergence is not None
+    assert all(run.observer["equal"] is True for run in (verdict.divergence.a, verdict.divergence.b))
+
+
+@dataclass
+class ChangedEntry(ContextFault):
+    """A fault: once so many batches are computed, one element of an entry in cell ``cell`` is another."""
+
+    layer: int
+    kind: str
+    head: int
+    cell: int
+    batches: int
+
+    def install(self, context: Any, nodes: Any) -> None:
+        decode: Callable[[Any], None] = context.decode
+        done = 0
+
+        def changing(rows: Any) -> None:
+            nonlocal done
+            decode(rows)
+            done += 1
+            if done == self.batches:
+                self._change(nodes)
+
+        context.decode = changing
+
+    def _change(self, nodes: Any) -> None:
+        plan, action = nodes._plan, WRITE_K if self.kind == "K" else WRITE_V
+        node = int(np.flatnonzero((plan[:, 1] == action) & (plan[:, LAYER] == self.layer))[0])
+        stored = StoredEntries(
+            GgmlTensor.from_address(nodes.address(node)), nodes.cells.shape[2], int(plan[node, KV_SIZE]),
+            int(plan[node, HEADS]), int(plan[node, ENTRY]),
+        )  # fmt: skip
+        # The sign and more of a number: nothing that rounding would make.
+        stored.at(self.cell, self.head).flat[5] ^= 0xF0
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    some_now(
+        [
+            ("V", ""), ("K", "engine.flash_attention=off"), ("V", "engine.flash_attention=off"), ("K", "engine.unified=true"),
+            ("V", "engine.unified=true engine.flash_attention=off"), ("K", "engine.cache_type_k=q8_0"), ("V", "engine.cache_type_k=bf16"),
+        ],
+        0, 2, 3,
+    ),
+)  # fmt: skip
+def test_the_one_changed_entry_is_what_carries_the_difference(f16: Path, kind: str, settings: str) -> None:
+    scenario = asked(f16, f"{ONE_BY_ONE} {settings}", PROMPTS[:1])
+    changed = ChangedEntry(1, kind, 1, cell=7, batches=3)
+    case = Case.of(scenario, scenario, injected_faults=((), (changed,)))
+    # The recorder, which reads the cache in a way of its own, saw the same entry change.
+    seen = [event for line in case.b.forwards() for event in line.get("events", ())]
+    assert [(each["layer"], each["entry"], each["head"], each["position"]) for each in seen] == [
+        (1, kind, 1, 7)
+    ]
+    for name, result in (("patch_in", "removed"), ("patch_out", "reproduced")):
+        control = run_control(case, name)
+        assert control.result == result, control.sentence
+        assert control.detail["smallest"] == ((1, kind, 1, 7),)
+        assert control.detail["exact"]
+
+
+def test_entries_that_are_not_what_the_trace_has_are_not_put_anywhere(f16: Path) -> None:
+    scenario = asked(f16, ONE_BY_ONE, PROMPTS[:1])
+    changed = ChangedEntry(0, "K", 0, cell=3, batches=2)
+    case = Case.of(scenario, scenario, injected_faults=((), (changed,)))
+    # A re-run without the fault is another run than the trace's.
+    case.injected_faults = ((), ())
+    control = run_control(case, "patch_in")
+    assert control.result == "not_run" and "than its trace" in control.sentence
+
+
+def test_rows_that_no_other_request_reads_are_left_alone(f16: Path) -> None:
+    """Trials leave nothing behind: what a side decides is the same before and after all others."""
+    from detdiff.engines.llama_cpp.cache_patches import LlamaCachePatches
+
+    a, b = asked(f16, ONE_BY_ONE), asked(f16, AS_THEY_COME)
+    case = Case.of(a, b)
+    differing(case.divergence)
+    engine: Any = open_engine(a)
+    assert PATCH in engine.capabilities
+    pair = LlamaCachePatches(engine, case)
+    for side in "ab":
+        other = "b" if side == "a" else "a"
+        held = pair._sides[side].held
+        every = [entry for entry in _all(held) if entry[:2] in pair._sides[other].held]
+        alone = pair.answer(side, ())
+        pair.answer(side, every)
+        assert pair.answer(side, ()) == alone == pair.own[side]
+
+
+def _all(held: Any) -> list[Any]:
+    from detdiff.explain.controls.patches import EntryKey
+
+    return [
+        EntryKey(layer, kind, head, int(position))
+        for (layer, kind), side in held.items()
+        for head in range(side.data.shape[1])
+        for position in side.positions
+    ]
