@@ -63,9 +63,9 @@ class _Claimed:
             self.found.append((forward, where, row, site, place))
 
 
-def origins(a: Trace, b: Trace) -> list[OriginRow]:
-    """All of them, in run A's execution order. Raises NothingComparable."""
-    aligned = align(a, b)
+def origins(a: Trace, b: Trace, *, across_engines: bool = False) -> list[OriginRow]:
+    """All of them, in run A's execution order; none where the runs are those of two engines. Raises NothingComparable."""
+    aligned = align(a, b, across_engines=across_engines)
     claimed = _Claimed(aligned)
     settled = scan(aligned, claimed).settled
     return [

@@ -84,7 +84,7 @@ def judged(case: Case, at_most: int) -> Outcome:
     from ..oracle import Scores
     from ..origins import origins, pattern
 
-    origin_rows = origins(case.a, case.b)
+    origin_rows = origins(case.a, case.b, across_engines=case.divergence.across_engines is not None)
     if not origin_rows:
         raise CannotRun("no operation was found whose inputs are equal and whose outputs are not")
     chosen = sample(origin_rows, at_most)
