@@ -133,7 +133,7 @@ class SideBeforeDecision:
         self._stored: dict[tuple[int, str], StoredEntries] = {}
         self.held: Held = self._read()
         nodes = self._run.nodes
-        self._account = [array.copy() for array in (nodes.cells, nodes.written, nodes.terms)]
+        self._account = [array.copy() for array in (nodes.cells, nodes.written, nodes.terms, nodes.newest)]
         self._columns = np.concatenate(
             [
                 np.arange(step[steps.COLUMN], step[steps.COLUMN] + step[steps.HEADS])
@@ -190,18 +190,18 @@ class SideBeforeDecision:
         nodes, found = self._run.nodes, {}
         for node, step in self._writes():
             place = int(step[steps.LAYER])
-            position, owners = nodes.cells[place]
-            cells = np.flatnonzero((position >= 0) & ((owners >> self._sequence) & 1 == 1))
-            if not len(cells):
+            newest = nodes.newest[place, self._sequence]
+            positions = np.flatnonzero(newest >= 0)
+            if not len(positions):
                 continue
-            cells = cells[np.argsort(position[cells], kind="stable")]
+            cells = newest[positions]
             stored = StoredEntries(
                 GgmlTensor.from_address(nodes.address(node)), nodes.cells.shape[2], int(step[steps.KV_SIZE]),
                 int(step[steps.HEADS]), int(step[steps.ENTRY]),
             )  # fmt: skip
             key = (self._layer(place).layer, "K" if step[steps.ACTION] == steps.WRITE_K else "V")
             self._stored[key] = stored
-            found[key] = HeldSide(position[cells], cells, stored.read(cells))
+            found[key] = HeldSide(positions, cells, stored.read(cells))
         return found
 
     def _layer(self, place: int) -> CacheLayer:
@@ -282,7 +282,8 @@ class SideBeforeDecision:
                 first[row.sequence] = min(row.position, first.get(row.sequence, row.position))
             for sequence, position in first.items():
                 run.context.remove(sequence, position)
-            for array, before in zip((nodes.cells, nodes.written, nodes.terms), self._account, strict=True):
+            account = nodes.cells, nodes.written, nodes.terms, nodes.newest
+            for array, before in zip(account, self._account, strict=True):
                 array[...] = before
 
 

@@ -275,7 +275,9 @@ class LlamaContext:
 
 class ContextFault:
     """A fault that is injected into a run, for tests: it may stand between llama.cpp's scheduler and what records its nodes, and
-    change what is asked of the context."""
+    change what is asked of the context. ``model`` says whose: ``target`` or ``draft``."""
+
+    model = "target"
 
     def callback(self, function: int, user_data: int) -> tuple[int, int]:
         """What the context is given for the callback (``function``, ``user_data``), addresses."""

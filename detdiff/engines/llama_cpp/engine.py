@@ -257,13 +257,14 @@ class LlamaEngine:
         """
         work = self._work(scenario)
         draft = self._draft(scenario)
+        mine, theirs = ([fault for fault in faults if fault.model == name] for name in ("target", "draft"))
         with ExitStack() as stack:
             beside = None
             if draft is not None:
                 refuse_long_for_draft(work, draft.model.context)
-                beside = draft._prepared(scenario, work, stack, pinned=pinned)
+                beside = draft._prepared(scenario, work, stack, theirs, pinned=pinned)
                 beside = replace(beside, graph=drafted(beside.graph))
-            yield replace(self._prepared(scenario, work, stack, faults, pinned=pinned), draft=beside)
+            yield replace(self._prepared(scenario, work, stack, mine, pinned=pinned), draft=beside)
 
     def _prepared(
         self,
