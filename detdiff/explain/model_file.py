@@ -326,6 +326,8 @@ def _gguf(cls: type[ModelFile], path: Path) -> ModelFile:
     width = int(told("attention.key_length", hidden // heads))
     scaling = str(told("rope.scaling.type", "none"))
     unknown = {} if scaling in ("none", "linear") else _other_angles(scaling)
+    if told("attention.scale") is not None:
+        unknown["attention"] = "its file names an attention scale, which some engines take and others do not"
     divisors = entries.get("rope_freqs.weight")
     configuration = Configuration(
         model_type=kind,

@@ -32,7 +32,7 @@ from .nodes import NodeRecorder, RecordingSizes
 from .recorder import LlamaRecorder
 from .served_models import FirstBatches, PreparedRun, ServedModel, drafted, model_parts, observed
 from .serving import EndTokens, FedTokens, Serving
-from .sites import GraphSites, find_sites
+from .sites import ROLES, GraphSites, find_sites
 from .trial import try_model
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ MOST_SEQUENCES: Final = 62
 _CAPABILITIES: Final = frozenset(
     {
         base.TOKENS, base.LOGITS, base.SITES, base.INPUTS, base.ROWS_SEEN, base.CACHE, base.VALUES, base.FORWARDS,
-        base.RESET, base.PIN_KERNELS, base.PATCH, base.ORACLE, base.SERIAL, base.STATIC, base.CONTINUOUS, base.PREFILL_CHUNK, base.PACKED, base.TEXT,
+        base.RESET, base.PIN_KERNELS, base.PATCH, base.ORACLE, base.MODEL_FILE, base.SERIAL, base.STATIC, base.CONTINUOUS, base.PREFILL_CHUNK, base.PACKED, base.TEXT,
         base.SPECULATION,
     }
 )  # fmt: skip
@@ -181,6 +181,44 @@ class LlamaEngine:
 
         return LlamaCachePatches(self, case)
 
+    def _roles(self) -> dict[str, Any]:
+        kind = str(self.identity["model_type"])
+        known = [self.model.metadata(f"{kind}.{key}") for key in ("embedding_length", "attention.head_count")]
+        width = self.model.metadata(f"{kind}.attention.key_length")
+        if width is None and None not in known:
+            width = str(int(known[0] or 0) // int(known[1] or 1))
+        places = {role: [(name, "out") for name in names] for role, names in ROLES.items()}
+        # llama's own pairs of rotary positions are neighbours in GGUF files.
+        return base.decoder_roles(
+            kind, places, neighbours=kind == "llama", head_width=None if width is None else int(width)
+        )
+
+    @property
+    def model_file(self) -> Path:
+        """The GGUF file."""
+        return self.model.path
+
+    def as_computed(self, role: str, operation: Operation, dtype: str) -> Operation:
+        """See ``explain.controls.roles``. Raises OracleRefused."""
+        from detdiff.explain.origins import DTYPES
+
+        from .oracle_operations import as_computed, sums_in_halves
+
+        graph = next(reversed(self._graphs.values()))
+        stored = {each.dtypes for each in graph.caches}
+        cache = stored.pop() if len(stored) == 1 else ("", "")
+        if role == "attention" and not set(cache) <= DTYPES.keys():
+            raise OracleRefused(
+                f"What the cache holds is not known in every layer as one of {', '.join(DTYPES)}, so what attention read is not either. "
+                "Judge what is around it."
+            )
+        return as_computed(
+            operation,
+            flash=any(each.site.name.endswith(".FLASH_ATTN_EXT") for each in graph.sites),
+            cache=(DTYPES.get(cache[0], ""), DTYPES.get(cache[1], "")),
+            half_sums=sums_in_halves(base.machine()),
+        )
+
     def check(self, scenario: Scenario) -> None:
         """Raises EngineRefuses for what this engine cannot be told."""
         sampled = next((each.id for each in scenario.requests if each.sampling.temperature), None)
@@ -242,6 +280,7 @@ class LlamaEngine:
                     "sites": [site.site for each in runs for site in each.graph.sites],
                     "lacks": lacks,
                     "notes": notes,
+                    **self._roles(),
                 }
             )
             return self._record(run, options, writer)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
@@ -13,10 +13,11 @@ import numpy as np
 
 from detdiff.errors import OracleRefused
 from detdiff.explain.attention_bounds import AttentionOperation
-from detdiff.explain.bounds import Copied, Embedding, Norm, Rope
+from detdiff.explain.bounds import BoundedOutputs, Copied, Embedding, Linear, Norm, Rope, output_rounded
+from detdiff.explain.decoder import GatedActivation
 from detdiff.explain.oracle import Operation
 from detdiff.explain.origins import DRAFT, DTYPES, Captured
-from detdiff.explain.roundings import Float64
+from detdiff.explain.roundings import Arithmetic, Float64
 from detdiff.trace import Site
 from detdiff_kernels.errors import KernelLibraryError
 from detdiff_kernels.gguf_file import open_gguf
@@ -32,6 +33,50 @@ _PLAIN: Final = ("CONT", "CPY", "DUP", "GET_ROWS")
 """Operations that copy their rows."""
 _WINDOWS: Final = ("attention.sliding_window", "attention.max_alibi_bias", "attn_logit_softcapping")
 """What makes scores of another form."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Biased:
+    """Products of staged rows plus a bias (n,), which is a node of its own."""
+
+    products: StagedLinear
+    bias: Float64
+
+    def bounded(self, arithmetic: Arithmetic) -> BoundedOutputs:
+        found = self.products.bounded(arithmetic)
+        exact = found.exact + self.bias
+        bound, unbounded = output_rounded(exact, found.bound, arithmetic)
+        return replace(found, exact=exact, bound=bound, unbounded=found.unbounded | unbounded)
+
+
+def sums_in_halves(environment: Mapping[str, Any]) -> bool:
+    """Whether a processor may sum products of float16 in float16."""
+    return bool(re.search(r"arm|aarch64", str(environment.get("os", "")), re.I))
+
+
+def as_computed(operation: Operation, *, flash: bool, cache: tuple[str, str], half_sums: bool) -> Operation:
+    """An operation of the decoder with the roundings of ggml's kernels: over keys and values as they were before a ``cache`` of
+    these dtypes. Raises OracleRefused for one that is not known."""
+    if isinstance(operation, Linear):
+        products = StagedLinear(operation.x, operation.weight, half_sums=half_sums)
+        return products if operation.bias is None else _Biased(products, operation.bias)
+    if isinstance(operation, Rope):
+        return replace(operation, chained=True, frequencies=operation.divisors, divisors=None)
+    if isinstance(operation, GatedActivation):
+        if operation.form != "silu":
+            raise OracleRefused(
+                "ggml looks its GELU up in a table of float16, whose error is not known. Judge what is around it."
+            )
+        return Elementwise("swiglu", operation.gate, operation.up)
+    if isinstance(operation, AttentionOperation):
+        keys, width = operation.keys.shape[1:]
+        own = attending(flash, *cache, keys, width, half_sums=half_sums)
+        narrow = [each for each in cache if each != "float32"]
+        coarse = min(narrow, key=("bfloat16", "float16").index, default=None)
+        staged: tuple[tuple[int, str], ...] = () if coarse is None else ((1, coarse),)
+        query: tuple[tuple[int, str], ...] = () if cache[0] == "float32" else ((1, cache[0]),)
+        return replace(operation, roundings=replace(own, query=query, cached=staged, rounded=""))
+    return operation
 
 
 @dataclass(frozen=True)
@@ -167,9 +212,7 @@ class _Asked:
     @property
     def _arm(self) -> bool:
         """Whether the run's processor may sum products of float16 in float16."""
-        return bool(
-            re.search(r"arm|aarch64", str(self.captured.trace.header["environment"].get("os", "")), re.I)
-        )
+        return sums_in_halves(self.captured.trace.header["environment"])
 
     def _given(self, port: str) -> Float64:
         """(rows, width) of an input."""

@@ -32,6 +32,20 @@ KINDS: Final = {
 }
 
 
+ROLES: Final[dict[str, tuple[str, ...]]] = {
+    "embedding": ("inp_scaled.SCALE", "embd.GET_ROWS"), "attn_norm": ("attn_norm-*.MUL",),
+    # With biases the sum is what goes on.
+    "q": ("Qcur-*.ADD", "Qcur-*.MUL_MAT"), "k": ("Kcur-*.ADD", "Kcur-*.MUL_MAT"), "v": ("Vcur-*.ADD", "Vcur-*.MUL_MAT"),
+    "q_norm": ("Qcur_normed-*.MUL",), "k_norm": ("Kcur_normed-*.MUL",), "rope_q": ("Qcur-*.ROPE",),
+    "rope_k": ("Kcur-*.ROPE",), "attention": ("kqv_out-*.FLASH_ATTN_EXT", "kqv_out-*.CONT"),
+    "o": ("attn_out-*.MUL_MAT",), "residual": ("ffn_inp-*.ADD",), "mlp_norm": ("ffn_norm-*.MUL",),
+    "gate": ("ffn_gate-*.MUL_MAT",), "up": ("ffn_up-*.MUL_MAT",), "activation": ("ffn_swiglu-*.GLU", "ffn_geglu-*.GLU"),
+    "down": ("ffn_out-*.MUL_MAT",), "block": ("l_out-*.ADD",), "final_norm": ("result_norm.MUL",),
+    "head": ("result_output.MUL_MAT",), "logits": ("logits",),
+}  # fmt: skip
+"""Whose values are those of each role, in models that are built as llama is."""
+
+
 @dataclass(frozen=True)
 class NodeSite:
     """A site and the node that computes it: its place, its rows, the name of the weight that it multiplies with, what it is computed from,

@@ -175,8 +175,8 @@ class _JudgedRun:
             positions = positions[self._known(each)[positions]]
         if not len(positions):
             raise OracleRefused(f"{named(key)}: no row of it was captured with its inputs.")
-        given = {name: self._numbers(each, positions) for name, each in feeds.items() if each in needed}
-        return positions, given, self._numbers(key, positions)
+        given = {name: self.numbers(each, positions) for name, each in feeds.items() if each in needed}
+        return positions, given, self.numbers(key, positions)
 
     def cached(self, key: Key, position: int) -> NDArray[np.float64]:
         """The keys or values of all positions up to one, (positions, width). Raises OracleRefused."""
@@ -185,7 +185,11 @@ class _JudgedRun:
             raise OracleRefused(
                 f"{named(key)}: a position before {position} was not captured, so what attention read is not known."
             )
-        return self._numbers(key, before)
+        return self.numbers(key, before)
+
+    def has(self, key: Key) -> bool:
+        """Whether any row of a role was captured."""
+        return key in self.roles.places and bool(self._known(key).any())
 
     def _values(self, key: Key) -> Any:
         if key not in self.kept:
@@ -193,13 +197,18 @@ class _JudgedRun:
             self.kept[key] = there, self.roles.values(self.trace, key, self.rows[there])
         return self.kept[key]
 
+    def captured(self, key: Key, positions: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """At which positions a role's value was captured."""
+        return self._known(key)[positions]
+
     def _known(self, key: Key) -> NDArray[np.bool_]:
         there, values = self._values(key)
         known = np.zeros(len(self.rows), np.bool_)
         known[there[values.known]] = True
         return known
 
-    def _numbers(self, key: Key, positions: NDArray[np.int64]) -> NDArray[np.float64]:
+    def numbers(self, key: Key, positions: NDArray[np.int64]) -> NDArray[np.float64]:
+        """The values of a role at positions that were captured, (positions, width)."""
         there, values = self._values(key)
         at = np.searchsorted(there[values.known], positions)
         found: NDArray[np.float64] = values.numbers[at]
@@ -354,6 +363,8 @@ class _RoleScores:
             if a is None or b is None:
                 continue
             for position in a.errors.keys() & b.errors.keys():
+                if a.errors[position].size != b.errors[position].size:
+                    continue  # of one side the highest logits alone
                 for n, part in enumerate((a.errors, a.scale, b.errors, b.scale)):
                     joined[n].append(part[position].ravel())
         if not joined[0]:
@@ -423,6 +434,8 @@ class _RoleScores:
 def _score(run: _JudgedRun, key: Key) -> _RoleScore:
     from ..oracle import judge
 
+    if key[0] == "logits" and not run.has(key):
+        return _highest(run, key)
     positions, given, output = run.operation_rows(key)
     feeds = run.decoder.feeds(key)
     groups: dict[Any, list[int]] = {}
@@ -458,6 +471,28 @@ def _score(run: _JudgedRun, key: Key) -> _RoleScore:
                     or f"{len(columns)} of {beyond.shape[1]} elements, columns {columns[0]} to {columns[-1]}"
                 )
     return _RoleScore(run.roles.where(key), errors, scale, worst, tuple(sorted(outside)), first)
+
+
+def _highest(run: _JudgedRun, key: Key) -> _RoleScore:
+    """The logits that tokens were chosen from, where an engine shows the highest alone: those of the head. Raises OracleRefused."""
+    generated = run.trace.generated(lens=False)
+    head: Key = ("head", None)
+    mine = np.flatnonzero((generated.request == run.request) & (generated.position < len(run.rows)))
+    known = run.has(head) and generated.top_ids.shape[1] > 0
+    errors: dict[int, NDArray[np.float64]] = {}
+    for n in mine.tolist():
+        at = np.array([int(generated.position[n])])
+        if not known or not run.captured(head, at).all():
+            continue
+        expected = run.numbers(head, at)[0][generated.top_ids[n]]
+        errors[int(at[0])] = np.abs(generated.top_logits[n].astype(np.float64) - expected)
+    if not errors:
+        raise OracleRefused(f"{named(key)}: no row of it was captured with its inputs.")
+    outside = tuple(position for position, each in errors.items() if not (each == 0).all())
+    scale = {position: np.ones_like(each) for position, each in errors.items()}
+    return _RoleScore(
+        run.roles.where(key), errors, scale, np.inf if outside else 0.0, outside, "among the highest logits"
+    )
 
 
 def _beyond(operation: Operation, judgement: Judgement, arithmetic: Arithmetic) -> NDArray[np.bool_]:
