@@ -162,21 +162,26 @@ def test_values_are_aligned_by_role_with_heads_in_one_order(tmp_path: Path) -> N
     need_llama()
     file = KnownModel(layers=2, kind="F32").write(tmp_path / "model.gguf")
     import_gguf(file, tmp_path / "model", dtype="f32", packed=False)
-    a = record(scenario("llama.cpp", file, capture="full"), tmp_path / "a")
     b = record(scenario("mlx", tmp_path / "model", capture="full"), tmp_path / "b")
-    across = compare(a, b, across_engines=True).across_engines
-    assert across is not None and across.first is None and not across.why
-    assert {each.role for each in across.roles} >= {"q", "rope_q", "rope_k", "attention", "gate", "head"}
-    assert max(each.largest for each in across.roles) < 1e-3
-    assert "norm-*.RMS_NORM (2)" in across.without_role_a
+    whole = {"engine.cache_type_k": "f32", "engine.cache_type_v": "f32", "engine.flash_attention": "off"}
+    found = []
+    for n, settings in enumerate((whole, {})):
+        a = record(scenario("llama.cpp", file, capture="full", **settings), tmp_path / f"a{n}")
+        across = compare(a, b, across_engines=True).across_engines
+        assert across is not None and across.aligned == 34 and not across.why
+        assert {each.role for each in across.roles} >= {"q", "rope_q", "rope_k", "attention", "gate", "head"}
+        assert "norm-*.RMS_NORM (2)" in across.without_role_a
+        found.append(across)
+    assert found[0].first is None and max(each.largest for each in found[0].roles) < 1e-5
+    # As it comes, its cache is float16, and that is where the two depart.
+    assert found[1].first is not None and (found[1].first.role, found[1].first.layer) == ("attention", 0)
 
 
 def test_an_import_that_turned_heads_wrongly_is_another_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     need_llama()
-    from detdiff.engines.llama_cpp.library import EVAL_CALLBACK, GgmlTensor
-from detdiff.engines.mlx.gguf_import import weights
+    from detdiff.engines.mlx.gguf_import import weights
 
     file = KnownModel(layers=2, kind="F32").write(tmp_path / "model.gguf")
     monkeypatch.setattr(weights, "half_split", lambda values, heads: values)
