@@ -19,7 +19,8 @@ from typing import Any, Final, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from detdiff.scenario import Request, Scenario
+from detdiff.errors import EngineRefuses
+from detdiff.scenario import CachePlan, KernelPlan, Request, Scenario, Schedule
 from detdiff.trace import PHASES, Rows, TraceWriter, Value, digest_rows
 
 # What a trace of the engine holds.
@@ -368,6 +369,30 @@ def wanted_values(scenario: Scenario, options: RunOptions) -> WantedValues | Non
         )
 
     return inside
+
+
+def refuse_untold(scenario: Scenario, names: Sequence[str], why: str) -> None:
+    """Raises EngineRefuses for the first of ``names`` that ``scenario`` asks for; ``why`` goes on after the word engine.
+
+    Names are "layout packed", "prefill_chunk", "kernels", "a draft", "settings of the cache", "force_tokens", "lens",
+    "chat" and "a temperature".
+    """
+    sampled = next((each.id for each in scenario.requests if each.sampling.temperature), None)
+    asked = {
+        "layout packed": scenario.schedule.layout != "padded",
+        "prefill_chunk": scenario.schedule.prefill_chunk != Schedule().prefill_chunk,
+        "kernels": scenario.kernels != KernelPlan(),
+        "a draft": scenario.speculation is not None,
+        "settings of the cache": scenario.cache != CachePlan(),
+        "force_tokens": scenario.force_tokens is not None,
+        "lens": scenario.capture.lens,
+        "chat": any(each.chat for each in scenario.requests),
+        "a temperature": sampled is not None,
+    }
+    wrong = next((name for name in names if asked[name]), None)
+    if wrong is not None:
+        what = f"the temperature of request {sampled!r}" if wrong == "a temperature" else wrong
+        raise EngineRefuses(f"{what} cannot be told to the engine {why}")
 
 
 def request_header(request: Request, tokens: Sequence[int]) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from detdiff.engines.base import (
     write_rows,
 )
 from detdiff.errors import EngineAnswerInvalid, EngineFailed, EngineRefuses, words_of
-from detdiff.scenario import CachePlan, Capture, KernelPlan, Scenario, Schedule
+from detdiff.scenario import Capture, Scenario, Schedule
 from detdiff.trace import Generated, Site, digest_rows, format_ranges, ports_of
 
 from .answers import Answer, EngineRequest, answer
@@ -119,22 +119,13 @@ class FunctionEngine:
                 f"The function {self.label} takes requests alone, so that all of them are one batch, and schedule "
                 "continuous was asked for. Ask for static:N, or let the function take the schedule as its second argument."
             )
-        sampled = next((each.id for each in scenario.requests if each.sampling.temperature), None)
-        told = (
-            ("kernels", scenario.kernels != KernelPlan()),
-            ("a draft", scenario.speculation is not None),
-            ("settings of the cache", scenario.cache != CachePlan()),
-            ("force_tokens", scenario.force_tokens is not None),
-            ("lens", scenario.capture.lens),
-            ("chat", any(each.chat for each in scenario.requests)),
-            (f"the temperature of request {sampled!r}", sampled is not None),
+        names = "kernels", "a draft", "settings of the cache", "force_tokens", "lens", "chat", "a temperature"
+        base.refuse_untold(
+            scenario,
+            names,
+            f"{self.label}, which is asked for requests under a schedule alone. Leave it "
+            "out, or set it in the engine.",
         )
-        wrong = next((what for what, differs in told if differs), None)
-        if wrong is not None:
-            raise EngineRefuses(
-                f"{wrong} cannot be told to the engine {self.label}, which is asked for requests under a schedule alone. Leave it "
-                "out, or set it in the engine."
-            )
 
     def reset(self) -> None:
         self.given.reset()

@@ -22,7 +22,7 @@ from detdiff.errors import (
     OracleRefused,
     TokenOutOfRange,
 )
-from detdiff.scenario import CachePlan, KernelPlan, Scenario, nearest
+from detdiff.scenario import Scenario, nearest
 from detdiff.trace import Site, TraceWriter
 
 from .context import CACHE_TYPES, FLASH, BatchRow, ContextSettings, LlamaContext, LlamaModel
@@ -221,18 +221,10 @@ class LlamaEngine:
 
     def check(self, scenario: Scenario) -> None:
         """Raises EngineRefuses for what this engine cannot be told."""
-        sampled = next((each.id for each in scenario.requests if each.sampling.temperature), None)
-        told = (
-            ("kernels", scenario.kernels != KernelPlan()),
-            ("settings of the cache", scenario.cache != CachePlan()),
-            ("lens", scenario.capture.lens),
-            (f"the temperature of request {sampled!r}", sampled is not None),
+        names = "kernels", "settings of the cache", "lens", "a temperature"
+        base.refuse_untold(
+            scenario, names, "llama.cpp, which decodes greedily with its own kernels. Leave it out."
         )
-        wrong = next((what for what, differs in told if differs), None)
-        if wrong is not None:
-            raise EngineRefuses(
-                f"{wrong} cannot be told to the engine llama.cpp, which decodes greedily with its own kernels. Leave it out."
-            )
         self._draft(scenario)
 
     def draft_identity(self, scenario: Scenario) -> Mapping[str, Any]:

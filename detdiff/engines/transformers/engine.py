@@ -27,7 +27,7 @@ from detdiff.errors import (
     TorchMissing,
     words_of,
 )
-from detdiff.scenario import CachePlan, KernelPlan, Scenario, Schedule, nearest
+from detdiff.scenario import Scenario, nearest
 from detdiff.trace import Site
 
 from .linear_sites import as_computed, load_torch, operation_of
@@ -212,22 +212,19 @@ class TransformersEngine:
                 "The generate of transformers runs one batch from start to end, and schedule continuous was asked for, whose "
                 "pages are not tapped. Ask for static:N."
             )
-        sampled = next((each.id for each in scenario.requests if each.sampling.temperature), None)
-        told = (
-            ("layout packed", scenario.schedule.layout != "padded"),
-            ("prefill_chunk", scenario.schedule.prefill_chunk != Schedule().prefill_chunk),
-            ("kernels", scenario.kernels != KernelPlan()),
-            ("a draft", scenario.speculation is not None),
-            ("settings of the cache", scenario.cache != CachePlan()),
-            ("force_tokens", scenario.force_tokens is not None),
-            ("lens", scenario.capture.lens),
-            (f"the temperature of request {sampled!r}", sampled is not None),
+        names = (
+            "layout packed",
+            "prefill_chunk",
+            "kernels",
+            "a draft",
+            "settings of the cache",
+            "force_tokens",
+            "lens",
+            "a temperature",
         )
-        wrong = next((what for what, differs in told if differs), None)
-        if wrong is not None:
-            raise EngineRefuses(
-                f"{wrong} cannot be told to the engine transformers, which decodes greedily by its own generate. Leave it out."
-            )
+        base.refuse_untold(
+            scenario, names, "transformers, which decodes greedily by its own generate. Leave it out."
+        )
 
     def run(self, scenario: Scenario, begin: Begin, options: RunOptions) -> Mapping[str, Any]:
         """See `base.Engine.run`."""
