@@ -5,23 +5,36 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from models import need_llama, tiny_gguf
+from models import KINDS, need_llama, tiny_gguf
 from tiers import some_now
 
 from detdiff import Scenario, explain
 from detdiff.compare import Divergence
 from detdiff.engines.base import PATCH
+from detdiff.engines.llama_cpp import float32_twin
 from detdiff.engines.llama_cpp.cache_patches import StoredEntries
-from detdiff.engines.llama_cpp.context import ContextFault
+from detdiff.engines.llama_cpp.context import (
+    BatchRow,
+    ContextFault,
+    ContextSettings,
+    LlamaContext,
+    LlamaModel,
+)
+from detdiff.engines.llama_cpp.float32_twin import write_float32
+from detdiff.engines.llama_cpp.known_model import PROMPT, TOLERANCE, KnownModel
+from detdiff.engines.llama_cpp.layout import checked_library
 from detdiff.engines.llama_cpp.library import GgmlTensor
 from detdiff.engines.llama_cpp.node_loops import ENTRY, HEADS, KV_SIZE, LAYER, WRITE_K, WRITE_V
 from detdiff.engines.registry import open_engine
+from detdiff.errors import LlamaFailed
 from detdiff.explain.case import Case
 from detdiff.explain.investigate import run_control
+from detdiff_kernels.gguf_file import open_gguf
 
 PROMPTS = ("The capital of France is", "Once upon a time", "def f(n):", "Water boils at")
 ONE_BY_ONE, AS_THEY_COME = "schedule=serial", "schedule=continuous arrivals=0,2,4,6"
@@ -74,13 +87,14 @@ def test_blocks_of_eight_bits_are_the_same_in_every_batch(tmp_path: Path) -> Non
 
 @dataclass
 class ChangedEntry(ContextFault):
-    """A fault: once so many batches are computed, one element of an entry in cell ``cell`` is another."""
+    """A fault: once so many batches are computed, the last number of an entry in cell ``cell`` (or each one) has another sign."""
 
     layer: int
     kind: str
     head: int
     cell: int
     batches: int
+    whole: bool = False
 
     def install(self, context: Any, nodes: Any) -> None:
         decode: Callable[[Any], None] = context.decode
@@ -102,8 +116,8 @@ class ChangedEntry(ContextFault):
             GgmlTensor.from_address(nodes.address(node)), nodes.cells.shape[2], int(plan[node, KV_SIZE]),
             int(plan[node, HEADS]), int(plan[node, ENTRY]),
         )  # fmt: skip
-        # The sign and more of a number: nothing that rounding would make.
-        stored.at(self.cell, self.head).flat[5] ^= 0xF0
+        size = int(plan[node, ENTRY]) // 32 if self.whole else 1 << 20
+        stored.at(self.cell, self.head).flat[-1::-size] ^= 0x80
 
 
 @pytest.mark.parametrize(
@@ -130,6 +144,54 @@ def test_the_one_changed_entry_is_what_carries_the_difference(f16: Path, kind: s
         assert control.result == result, control.sentence
         assert control.detail["smallest"] == ((1, kind, 1, 7),)
         assert control.detail["exact"]
+
+
+def test_in_float32_a_changed_entry_stays(f16: Path) -> None:
+    scenario = asked(f16, ONE_BY_ONE, PROMPTS[:1])
+    case = Case.of(
+        scenario, scenario, injected_faults=((), (ChangedEntry(0, "V", 0, cell=30, batches=8, whole=True),))
+    )
+    control = run_control(case, "dtype")
+    assert control.result == "stays", control.sentence
+    assert "with operands in float16 and by" in control.sentence
+    # The model in the trace is the same one; the file of its twin goes with the engine.
+    engine: Any = case.engine("b")
+    twin, file = engine._twin
+    assert twin.identity == engine.identity and file.path.is_file()
+    assert twin.operand_dtype is None
+    file.close()
+    assert not file.path.exists()
+
+
+@pytest.mark.parametrize("kind", some_now(KINDS, 1, 2))
+def test_a_twin_has_the_same_numbers_in_float32(kind: str, tmp_path: Path) -> None:
+    """Its logits are those that the numbers of the file give in float64, which the file's own kernels miss by more."""
+    need_llama()
+    model = KnownModel(layers=2, kind=kind, width=128)
+    file, twin = model.write(tmp_path / "m.gguf"), tmp_path / "twin.gguf"
+    write_float32(file, twin)
+    pairs = (
+        [(each.name, each.data) for each in open_gguf(file).tensors],
+        [(each.name, each.data) for each in open_gguf(twin).tensors],
+    )
+    assert [name for name, _ in pairs[0]] == [name for name, _ in pairs[1]]
+    assert {each.tensor_type.name for each in open_gguf(twin).tensors} == {"F32"}
+    found = LlamaModel(checked_library(), twin)
+    settings = ContextSettings(512, 1, flash_attention="off", cache_type_k="f32", cache_type_v="f32")
+    context = LlamaContext(found, settings)
+    context.decode([BatchRow(token, n, 0, True) for n, token in enumerate(PROMPT)])
+    logits = np.stack([context.logits(n) for n in range(len(PROMPT))])
+    context.close()
+    assert np.abs(logits - model.logits(PROMPT)).max() < TOLERANCE
+
+
+def test_a_disk_without_room_is_said_before_anything_is_written(
+    f16: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(float32_twin.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    with pytest.raises(LlamaFailed, match="1,000 free"):
+        write_float32(f16, tmp_path / "twin.gguf")
+    assert not list(tmp_path.iterdir())
 
 
 def test_entries_that_are_not_what_the_trace_has_are_not_put_anywhere(f16: Path) -> None:

@@ -25,7 +25,9 @@ from detdiff.errors import (
 from detdiff.scenario import Scenario, nearest
 from detdiff.trace import Site, TraceWriter
 
+from . import float32_twin
 from .context import CACHE_TYPES, FLASH, BatchRow, ContextSettings, LlamaContext, LlamaModel
+from .float32_twin import Float32Twin, operand_dtype
 from .graph import NodeGraph, ProbeBatch, probes
 from .layout import checked_library
 from .nodes import NodeRecorder, RecordingSizes
@@ -57,7 +59,7 @@ MOST_SEQUENCES: Final = 62
 _CAPABILITIES: Final = frozenset(
     {
         base.TOKENS, base.LOGITS, base.SITES, base.INPUTS, base.ROWS_SEEN, base.CACHE, base.VALUES, base.FORWARDS,
-        base.RESET, base.PIN_KERNELS, base.PATCH, base.ORACLE, base.MODEL_FILE, base.SERIAL, base.STATIC, base.CONTINUOUS, base.PREFILL_CHUNK, base.PACKED, base.TEXT,
+        base.RESET, base.PIN_KERNELS, base.PATCH, base.DTYPE, base.ORACLE, base.MODEL_FILE, base.SERIAL, base.STATIC, base.CONTINUOUS, base.PREFILL_CHUNK, base.PACKED, base.TEXT,
         base.SPECULATION,
     }
 )  # fmt: skip
@@ -90,6 +92,7 @@ class LlamaEngine:
         self._graphs: dict[ContextSettings, GraphSites] = {}
         self._weights: GgufWeights | None = None
         self._drafts: dict[str, LlamaEngine] = {}
+        self._twin: tuple[LlamaEngine, Float32Twin] | None = None
 
     def _check_settings(self) -> None:
         wrong = next((key for key in self.settings if key not in SETTINGS), None)
@@ -152,6 +155,26 @@ class LlamaEngine:
         """How kernels are pinned, in words."""
         streams = ", and each sequence in a stream of the cache of its own" if self._unified else ""
         return f"each row decoded in a call of its own{streams}"
+
+    @property
+    def operand_dtype(self) -> str | None:
+        """The dtype that the control ``dtype`` compares with float32, since every node's values are float32: see `float32_twin`."""
+        types = (str(self.settings.get(f"cache_type_{side}", "f16")) for side in "kv")
+        return operand_dtype(self.model.path, (next(types), next(types)))
+
+    def _in(self, dtype: str) -> LlamaEngine:
+        """The same model in another dtype. Raises EngineRefuses for another than float32, and what `Float32Twin` raises."""
+        if dtype != "float32":
+            raise EngineRefuses(
+                f"The engine llama.cpp was asked for {dtype}; expected float32. Ask for that."
+            )
+        if self._twin is None:
+            file = Float32Twin(self.model.path)
+            twin = LlamaEngine(file.path, {**self.settings, **float32_twin.SETTINGS})
+            # A trace of it is one of this model, in another dtype.
+            twin.__dict__["identity"] = self.identity
+            self._twin = twin, file
+        return self._twin[0]
 
     @property
     def _unified(self) -> bool:
@@ -248,10 +271,13 @@ class LlamaEngine:
     def run(self, scenario: Scenario, begin: Begin, options: RunOptions) -> Mapping[str, Any]:
         """See `base.Engine.run`."""
         overrides = options.overrides
-        if overrides.patches or overrides.dtype is not None:
+        if overrides.patches:
             raise EngineRefuses(
-                "The engine llama.cpp was asked to change the dtype or to put cache entries in, and has no way to. Ask without."
+                "The engine llama.cpp was asked to put cache entries in without being told when, and has no way to. Ask without."
             )
+        if overrides.dtype is not None:
+            plain = replace(options, overrides=replace(overrides, dtype=None))
+            return self._in(overrides.dtype).run(scenario, begin, plain)
         with self.prepared(scenario, options.faults, pinned=overrides.pin_kernels) as run:
             runs = [run] if run.draft is None else [run, run.draft]
             lacks = {base.KERNEL_PATHS: _LACKS[base.KERNEL_PATHS]}

@@ -15,6 +15,7 @@ from detdiff.scenario import Capture
 
 from ..case import Case, Side
 from ..control import CannotRun, Figures, Outcome, control
+from ..deciding import deciding_row
 
 OTHER: Final = "float32"
 NAMES: Final = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -50,30 +51,46 @@ class _OriginValue:
     fed: Sequence[int]
 
 
+@dataclass(frozen=True)
+class _MeasuredPlace:
+    """A site and a position of the focus; the value is of the first of ``ports`` that is an output, or of its first output."""
+
+    site: str
+    position: int
+    ports: tuple[str, ...] = ()
+
+
 @control("dtype", after="neighbour_length", needs=(DTYPE, VALUES))
 def dtype(case: Case) -> Outcome:
     """Both sides in the model's dtype and in float32, with the output of the first origin kept.
 
-    The difference at the origin, relative to its values, is compared between the two. Result ``scales`` where it shrank,
+    The difference at the origin, relative to its values, is compared between the two. An engine whose activations are float32
+    anyway, and whose ``operand_dtype`` says what products and the cache round to, is compared at the logits instead: what was
+    rounded differently on the way is seen there. Result ``scales`` where it shrank,
     ``stays`` where it did not and is larger than a kernel of lower precision could make it, else ``undecided``.
     """
     origin = case.focus.origin
     if origin is None:
         raise CannotRun("no origin is known, so there is no place to measure at")
-    mine = _value(case, "a", None)
-    if mine.dtype == OTHER:
+    operands: str | None = getattr(case.engine("a"), "operand_dtype", None)
+    place = _MeasuredPlace(origin.site, origin.position, origin.ports) if operands is None else _logits(case)
+    mine = _value(case, "a", None, place)
+    if operands is None and mine.dtype == OTHER:
         raise CannotRun(
             "the model's activations are float32 already, and in a lower precision sums that are kept in float32 would be "
             "rounded to equal bits"
         )
-    before = _difference(mine, _value(case, "b", None))
-    after = _difference(*(_value(case, side, OTHER) for side in "ab"))
-    where = f"{origin.site}, position {origin.position} of {case.focus.id}"
+    own, how = (
+        (mine.dtype, f"in {mine.dtype}") if operands is None else (operands, f"with operands in {operands}")
+    )
+    before = _difference(mine, _value(case, "b", None, place))
+    after = _difference(*(_value(case, side, OTHER, place) for side in "ab"))
+    where = f"{place.site}, position {place.position} of {case.focus.id}"
     if before == 0 or not math.isfinite(before) or not math.isfinite(after):
-        raise CannotRun(f"the difference at {where} is {before:g} in {mine.dtype} and {after:g} in {OTHER}")
-    ratio, expected = after / before, UNIT[OTHER] / UNIT[mine.dtype]
-    figures = DtypeFigures(mine.dtype, OTHER, before, after, expected, origin.site, origin.position, ratio)
-    sentence = f"at {where} the runs differ by {before:.2g} of the values in {mine.dtype} and by {after:.2g} in {OTHER}"
+        raise CannotRun(f"the difference at {where} is {before:g} {how} and {after:g} in {OTHER}")
+    ratio, expected = after / before, UNIT[OTHER] / UNIT[own]
+    figures = DtypeFigures(own, OTHER, before, after, expected, place.site, place.position, ratio)
+    sentence = f"at {where} the runs differ by {before:.2g} of the values {how} and by {after:.2g} in {OTHER}"
     if ratio <= SHRUNK:
         return Outcome("scales", f"{sentence}: that shrinks with the precision, as rounding does", figures)
     if ratio >= 1 / 4 and after >= COARSE:
@@ -92,34 +109,40 @@ def _difference(a: _OriginValue, b: _OriginValue) -> float:
     return float(np.linalg.norm(a.numbers - b.numbers)) / norm if norm else math.inf
 
 
-def _value(case: Case, side: Side, wanted: str | None) -> _OriginValue:
+def _logits(case: Case) -> _MeasuredPlace:
+    """The head's output in the deciding row. Raises CannotRun where a side has no such row."""
+    head = next((site.name for site in case.a.sites if site.kind == "head"), None)
+    if head is None:
+        raise CannotRun(
+            "the activations are float32 already, and no head is recorded whose logits could be compared"
+        )
+    return _MeasuredPlace(head, deciding_row(case, "a").position)
+
+
+def _value(case: Case, side: Side, wanted: str | None, place: _MeasuredPlace) -> _OriginValue:
     from ..origins import DRAFT, Captured
 
-    request, origin = case.focus, case.focus.origin
-    assert origin is not None
-    scenario = case.scenario(side)
+    request, scenario = case.focus, case.scenario(side)
     capture = Capture(
         level="window",
         requests=(request.id,),
-        positions=(origin.position, origin.position),
-        sites=(origin.site,),
+        positions=(place.position, place.position),
+        sites=(place.site,),
         digest=scenario.capture.digest,
         memory_mb=scenario.capture.memory_mb,
     )
     overrides = Overrides(dtype=wanted)
     captured = Captured(case.record(replace(scenario, capture=capture), side, overrides=overrides))
-    row = captured.row(request.id, origin.position, draft=origin.site.startswith(DRAFT))
+    row = captured.row(request.id, place.position, draft=place.site.startswith(DRAFT))
     sites = {site.name: site for site in captured.trace.sites}
-    outputs = sites[origin.site].outputs
-    port = next((name for name in origin.ports if name in outputs), outputs[0])
-    value = None if row is None else captured.value(row, origin.site, port)
+    outputs = sites[place.site].outputs
+    port = next((name for name in place.ports if name in outputs), outputs[0])
+    value = None if row is None else captured.value(row, place.site, port)
     if value is None or value.dtype not in NAMES:
         raise CannotRun(
             f"in this dtype side {side} ends before the row of the origin, or it is no floating value"
         )
-    return _OriginValue(
-        value.numbers(), NAMES[value.dtype], _fed(captured.trace, request.id, origin.position)
-    )
+    return _OriginValue(value.numbers(), NAMES[value.dtype], _fed(captured.trace, request.id, place.position))
 
 
 def _fed(trace: Any, id: str, position: int) -> list[int]:
