@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -11,6 +12,7 @@ from detdiff.trace import format_ranges
 from .divergence import Finding
 
 Event = Mapping[str, Any]
+_Group = tuple[int, str, Any, bool]  # a forward, a model, a request, and whether it is of layers
 
 
 @dataclass(frozen=True)
@@ -28,13 +30,15 @@ def grouped(run: str, ids: Sequence[str], noticed: Iterable[Noticed]) -> Iterato
     What one forward noticed of a request in several rows, layers or entries is one finding, and so is what later forwards noticed of
     the same layers: what the first forward saw, and for how long others did.
     """
-    known: dict[str, dict[tuple[int, str, Any], list[Noticed]]] = {kind: {} for kind in _DESCRIBED}
+    known: dict[str, dict[_Group, list[Noticed]]] = {kind: {} for kind in _DESCRIBED}
     findings: list[Finding] = []
     for found in noticed:
         kind, request = str(found.event.get("kind") or "event"), found.event.get("request")
         kind = "cache_changed" if kind == "cache_changed_more" else kind
         if kind in _DESCRIBED and _numbers(found.event, *_DESCRIBED[kind][0]):
-            known[kind].setdefault((found.forward, found.model, request), []).append(found)
+            # A row's own offset is another matter than those of the caches before it.
+            group = found.forward, found.model, request, "layer" in found.event
+            known[kind].setdefault(group, []).append(found)
         else:
             detail = ", ".join(
                 f"{key} {value}"
@@ -57,12 +61,10 @@ def grouped(run: str, ids: Sequence[str], noticed: Iterable[Noticed]) -> Iterato
     yield from findings
 
 
-def _by_layers(
-    groups: Mapping[tuple[int, str, Any], list[Noticed]],
-) -> dict[tuple[Any, str, str], list[list[Noticed]]]:
+def _by_layers(groups: Mapping[_Group, list[Noticed]]) -> dict[tuple[Any, str, str], list[list[Noticed]]]:
     """What forwards noticed of the same request, model and layers, in order."""
     found: dict[tuple[Any, str, str], list[list[Noticed]]] = {}
-    for (_, model, request), group in groups.items():
+    for (_, model, request, _), group in groups.items():
         found.setdefault((request, model, _layers([each.event for each in group])), []).append(group)
     return found
 
@@ -91,7 +93,7 @@ def _changed(events: Sequence[Event], ids: Sequence[str]) -> str:
         (event,) = single
         return (
             f"the cache entry {event.get('entry')} of layer {event.get('layer')}, head {event.get('head')}, position "
-            f"{event.get('position')} is not what was written"
+            f"{event.get('position')} is not what was written{_instead(single, ids)}"
         )
     sides = sorted({str(event.get("entry")) for event in single})
     spans = []
@@ -99,7 +101,20 @@ def _changed(events: Sequence[Event], ids: Sequence[str]) -> str:
         numbers = format_ranges(event[key] for event in single if _numbers(event, key))
         spans.append(f"{key}{'' if numbers.isdigit() else 's'} {numbers}")
     rest = f" and {more:,} more of these layers" if more else ""
-    return f"{len(single):,} cache entries{rest} are not what was written: {' and '.join(sides)}, {', '.join(spans)}"
+    found = f"{len(single):,} cache entries{rest} are not what was written{_instead(single, ids)}"
+    return f"{found}: {' and '.join(sides)}, {', '.join(spans)}"
+
+
+def _instead(events: Sequence[Event], ids: Sequence[str]) -> str:
+    """Whose entries changed ones are now, where that was found: the request that most are of."""
+    known = Counter(of for event in events if (of := _id(ids, event.get("of"))) is not None)
+    if not known:
+        return ""
+    of, count = known.most_common(1)[0]
+    at = {event["at"] for event in events if _id(ids, event.get("of")) == of and _numbers(event, "at")}
+    numbers = format_ranges(at)
+    whose = f"what was written for position{'' if numbers.isdigit() else 's'} {numbers} of {of}"
+    return f" but {whose}" if count == len(events) else f" ({count} are {whose})"
 
 
 def _offset(events: Sequence[Event], ids: Sequence[str]) -> str:
@@ -155,7 +170,7 @@ def _whose(event: Event, ids: Sequence[str]) -> tuple[str, str]:
     """What a row saw in a cell, for one cell and for several; {} stands for the positions, or cells."""
     of = _id(ids, event["of"])
     if of is None or event["at"] < 0:
-        return "cell {}, which no row wrote,", "cells {}, which no row wrote,"
+        return "cell {}, which no recorded row wrote,", "cells {}, which no recorded row wrote,"
     if event["of"] != event.get("request"):
         ended = ", which had ended," if event.get("ended") else ""
         return f"the entry of position {{}} of {of}{ended}", f"the entries of positions {{}} of {of}{ended}"

@@ -45,7 +45,7 @@ def contradictions(
     """Pairs of a row's place in ``table`` int64 [rows, 4] (request, position, phase, token) and an event of its forward's line."""
     yield from _told(nodes, table, owners)
     for found in nodes.events[:MOST_TOLD].tolist():
-        yield _noticed(found, table, owners, caches)
+        yield _noticed(nodes, found, table, owners, caches)
     more = int(nodes.state[EVENTS]) - MOST_TOLD
     if more > 0:
         yield 0, {"kind": "cache_more", "entries": more}
@@ -70,10 +70,14 @@ def _told(nodes: NodeRecorder, table: Int64, owners: SequenceOwners) -> Iterator
 
 
 def _noticed(
-    found: Sequence[int], table: Int64, owners: SequenceOwners, caches: Sequence[CacheLayer]
+    nodes: NodeRecorder,
+    found: Sequence[int],
+    table: Int64,
+    owners: SequenceOwners,
+    caches: Sequence[CacheLayer],
 ) -> tuple[int, Event]:
     """What the callback noticed of a cache; see ``node_loops`` for the fields of ``found``."""
-    kind, place, row, third, position, last = found
+    kind, place, row, third, position, last, _ = found
     cache = caches[place]
     event: Event = {"layer": cache.layer}
     if kind == CHANGED:
@@ -85,6 +89,7 @@ def _noticed(
             "head": third if third < heads else third - heads,
             "position": position,
             **({} if request < 0 else {"request": request}),
+            **_written_for(nodes, found, owners),
         }
         return 0, event
     event |= {"request": int(table[row, 0]), "position": int(table[row, 1])}
@@ -96,6 +101,24 @@ def _noticed(
     else:
         event |= {"kind": "cache_missing", "first": third, "entries": last}
     return row, event
+
+
+def _written_for(nodes: NodeRecorder, changed: Sequence[int], owners: SequenceOwners) -> dict[str, int]:
+    """The request and position for which the entry was written that was found in a changed one's place."""
+    _, place, cell, head, *_ = changed
+    now = nodes.written[place, :, head]
+    # Cells that changed too had other entries before.
+    before = now.copy()
+    for kind, layer, other, of_head, _, _, digest in nodes.events.tolist():
+        if (kind, layer, of_head) == (CHANGED, place, head):
+            before[other] = np.uint64(digest % (1 << 64))
+    positions, masks = nodes.cells[place]
+    for other in np.flatnonzero((before == now[cell]) & (positions != -1)).tolist():
+        position, removed = int(positions[other]), bool(positions[other] < -1)
+        of = owners.of(int(masks[other]), removed)
+        if other != cell and of >= 0:
+            return {"of": of, "at": -2 - position if removed else position}
+    return {}
 
 
 def other_logits(table: Int64, row: int, found: int, heads: Mapping[int, int]) -> Event | None:

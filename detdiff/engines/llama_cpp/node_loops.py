@@ -41,9 +41,8 @@ OFF, DISCOVER, RECORD, STOP = range(4)
 FINE, ANOTHER_GRAPH, TOO_MANY_ROWS = range(3)
 # Kinds of events, and their fields.
 CHANGED, FOREIGN, MISSING = range(1, 4)
-EVENT_FIELDS: Final = (
-    6  # kind, layer, row or cell, head or cell or first missing position, position, owners or count
-)
+# Kind, layer, row or cell, head or cell or first missing position, position, owners or count, and the digest that a changed entry had.
+EVENT_FIELDS: Final = 7
 MOST_EVENTS: Final = 4096
 MOST_NODES: Final = 1 << 15
 
@@ -141,12 +140,21 @@ def _row(words: Int64, data: int, piece: int, axis: int, stream: int, coef: UInt
 
 @_loop
 def _event(
-    state: Int64, events: Int64, kind: int, layer: int, row: int, head: int, position: int, count: int
+    state: Int64,
+    events: Int64,
+    kind: int,
+    layer: int,
+    row: int,
+    head: int,
+    position: int,
+    count: int,
+    before: int = 0,
 ) -> None:
     n = state[EVENTS]
     if n < events.shape[0]:
         events[n, 0], events[n, 1], events[n, 2] = kind, layer, row
         events[n, 3], events[n, 4], events[n, 5] = head, position, count
+        events[n, 6] = before
     state[EVENTS] = n + 1
 
 
@@ -338,7 +346,10 @@ def _read(
                         at += c * values[_NB + 1]
                         found = bias + _entry(at, 1, 1, step[V_ENTRY], coef, scratch, 0)
                 if written[base + c, number] != found and position >= 0:
-                    _event(state, events, CHANGED, layer, base + c, number, position, cells[1, base + c])
+                    before = np.int64(written[base + c, number])
+                    _event(
+                        state, events, CHANGED, layer, base + c, number, position, cells[1, base + c], before
+                    )
                     # From now on that is what is there: it is told once.
                     written[base + c, number] = found
                 term += head_weights[number] * found
@@ -501,6 +512,9 @@ def on_node(tensor: int, ask: bool, user: int) -> bool:
             _process(table, state, plan, nodes, state[NODE] - 1, tensor)
         return True
     node = state[NODE]
+    if (node == 0 or node == state[PLANNED]) and plan[0, HASH] != _hash(tensor):
+        # A graph without rows, such as the one that turns keys after positions were shifted.
+        return False
     if node == state[PLANNED]:
         # The next part of a batch that was too large, or too uneven, for one graph.
         state[ROW] += state[COUNT]

@@ -14,6 +14,7 @@ from . import node_loops as loops
 from .node_loops import (
     DISCOVER,
     EVENT_FIELDS,
+    FINE,
     MODE,
     MOST_EVENTS,
     MOST_NODES,
@@ -55,8 +56,8 @@ class NodeRecorder:
 
     ``rows`` int64 [rows, 4] are the sequence and position of each row, which graph of the batch it was in, and its place in the batch;
     ``observed`` int64 [rows, 4] are the token, the position, whether logits were asked for and the stream that the row's entries went
-    to, as the graph was told, or -1; ``digests`` uint64 [rows, columns]; ``events`` int64 [n, 6] (kind, layer, row or cell, head or cell
-    or first missing position, position, owners or count).
+    to, as the graph was told, or -1; ``digests`` uint64 [rows, columns]; ``events`` int64 [n, 7] (kind, layer, row or cell, head or cell
+    or first missing position, position, owners or count, the digest that a changed entry had).
     """
 
     def __init__(self) -> None:
@@ -150,6 +151,13 @@ class NodeRecorder:
             self._kept = np.zeros(int((sizes * len(rows)).sum()), np.uint8)
             self._starts = starts
             self._keep[kept] = self._kept.ctypes.data + starts[kept]
+
+    @property
+    def whole(self) -> bool:
+        """Whether every row of the last batch was seen in a graph of the plan."""
+        state = self.state
+        rows = state[loops.ROW] + state[loops.COUNT] == self._table[loops.N_BATCH]
+        return bool(rows and state[loops.TROUBLE] == FINE and state[loops.NODE] == state[loops.PLANNED])
 
     def values(self, node: int, count: int) -> NDArray[np.uint8]:
         """The bytes [count, row bytes] of a kept node's rows."""

@@ -16,7 +16,6 @@ from detdiff.trace import format_ranges
 
 from .context import BatchRow, Float32, LlamaContext
 from .contradictions import SequenceOwners
-from .node_loops import TROUBLE
 from .nodes import NodeRecorder
 from .recorder import ChosenToken, ModelPart, WrittenCount
 from .sites import GraphSites
@@ -45,7 +44,7 @@ class PreparedRun:
         Raises LlamaFailed, also where the graph is another one than the recorder's.
         """
         self.context.decode(rows)
-        if self.nodes.state[TROUBLE]:
+        if not self.nodes.whole:
             raise LlamaFailed(
                 "llama.cpp built another graph in the middle of a run than it did for other numbers of rows; expected one of the "
                 "same nodes. What was recorded before is readable."

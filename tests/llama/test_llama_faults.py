@@ -1,0 +1,135 @@
+"""Every injected fault is named at its place by comparing a sound serial run with a faulty one of several requests, and explained;
+without it the same two runs are identical."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable
+from functools import lru_cache
+
+import pytest
+from llama_fault_cases import CASES, JOINED, LATER, LENGTHS, TOKENS, LlamaTrial
+from models import need_llama, tiny_gguf
+from tiers import some_now
+
+from detdiff.compare import RequestDivergence
+from detdiff.engines.registry import open_named
+from detdiff.explain.case import Case
+from detdiff.explain.investigate import judge
+from detdiff.scenario import Request, Scenario, Schedule
+
+SEEDS = range(6)
+Engine = object
+Opened = Callable[[int, bool], Engine]
+
+
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory: pytest.TempPathFactory) -> Opened:
+    need_llama()
+    folder = tmp_path_factory.mktemp("faults")
+
+    @lru_cache(4)
+    def open_seed(seed: int, unified: bool) -> Engine:
+        # Of these weights, products are bit-equal for every number of rows.
+        file = tiny_gguf(folder / f"{seed}-{unified}.gguf", "Q8_0", seed=seed)
+        return open_named("llama.cpp", str(file), {"unified": unified})
+
+    return open_seed
+
+
+def scenario(seed: int, arrivals: tuple[int, ...] | None) -> Scenario:
+    """The three requests one after the other, or, with ``arrivals``, together."""
+    draw = random.Random(f"prompts {seed}")
+    requests = tuple(
+        Request(
+            id=f"r{n}",
+            tokens=tuple(draw.randrange(3, 250) for _ in range(length)),
+            max_tokens=TOKENS,
+            arrival=0 if arrivals is None else arrivals[n],
+            ignore_stop=True,
+        )
+        for n, length in enumerate(LENGTHS)
+    )
+    kind = "serial" if arrivals is None else "continuous"
+    return Scenario(model="tiny", engine="llama.cpp", requests=requests, schedule=Schedule(kind=kind))
+
+
+def run(
+    opened: Opened, seed: int, trial: LlamaTrial | None, unified: bool, arrivals: tuple[int, ...]
+) -> Case:
+    faults = () if trial is None else (trial.fault,)
+    return Case.of(
+        scenario(seed, None),
+        scenario(seed, arrivals),
+        engine=opened(seed, unified),
+        injected_faults=(faults, faults),
+    )
+
+
+def drawn(name: str, seed: int) -> LlamaTrial:
+    return CASES[name](random.Random(f"{name} {seed}"))
+
+
+@pytest.mark.parametrize("seed", some_now(SEEDS, 0))
+@pytest.mark.parametrize("name", CASES)
+def test_a_fault_is_named_at_its_place(opened: Opened, name: str, seed: int) -> None:
+    trial = drawn(name, seed)
+    named = trial.named
+    case = run(opened, seed, trial, trial.unified, trial.arrivals)
+    found = case.divergence
+    assert not found.identical
+    assert {request.id for request in found.requests if request.stage} <= {named.request, *named.others}
+    request: RequestDivergence = found.request(named.request)
+    origin = request.origin
+    if named.site is None:
+        assert origin is None and request.stage == "tokens"
+    else:
+        assert origin is not None and (origin.site, origin.position) == (named.site, named.position)
+        # Beside others in run b, alone in run a.
+        members = [
+            () if each is None else each.members for each in (origin.composition_a, origin.composition_b)
+        ]
+        assert len(members[0]) == 1 and len(members[1]) > (named.request != "r2")
+    findings = [each for each in found.bookkeeping if each.request == named.request]
+    if named.what is None:
+        assert found.bookkeeping == ()
+    else:
+        told = next(
+            each for each in findings if each.what == named.what and re.search(named.says, each.detail)
+        )
+        # Run a is sound, and nothing was wrong before the row in whose forward it is.
+        assert {each.run for each in found.bookkeeping} == {"b"} and origin is not None
+        assert told.forward == origin.forward_b == min(each.forward or 0 for each in found.bookkeeping)
+    verdict = judge(case)
+    assert (verdict.kind, verdict.rule) == (named.verdict, named.rule), verdict.sentence
+    said = [verdict.sentence, *(each.sentence for each in verdict.evidence if each.decided)]
+    assert any(re.search(named.says, each) for each in said), said
+
+
+@pytest.mark.parametrize("seed", some_now(SEEDS, 0))
+@pytest.mark.parametrize(("unified", "arrivals"), [(False, JOINED), (False, LATER), (True, LATER)])
+def test_without_a_fault_nothing_differs(
+    opened: Opened, seed: int, unified: bool, arrivals: tuple[int, ...]
+) -> None:
+    case = run(opened, seed, None, unified, arrivals)
+    found = case.divergence
+    assert found.identical and found.bookkeeping == () and found.compared.differing == 0
+    assert found.compared.digests > 2000
+    assert judge(case).kind == "identical"
+    # Each trial's arrangement is one of these.
+    assert {(trial.unified, trial.arrivals) for trial in (drawn(name, seed) for name in CASES)} <= {
+        (False, JOINED), (False, LATER), (True, LATER),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["other_sequence", "hidden", "one_bit", "leak"])
+def test_a_fault_that_is_in_both_runs_does_not_part_them(opened: Opened, name: str) -> None:
+    """It is told of all the same where it contradicts the rows."""
+    trial = drawn(name, 0)
+    beside = scenario(0, trial.arrivals)
+    faults = (trial.fault,)
+    case = Case.of(beside, beside, engine=opened(0, trial.unified), injected_faults=(faults, faults))
+    assert case.divergence.identical
+    assert {each.run for each in case.divergence.bookkeeping} == ({"both"} if trial.named.what else set())
+    assert judge(case).kind == ("bug" if trial.named.what else "identical")
