@@ -42,7 +42,7 @@ DENSE = {
 def _compare(model: Path, profile: str, *both: str) -> tuple[int, dict[str, Any]]:
     prompts = [word for prompt in PROMPTS for word in ("--prompt", prompt)]
     result = run(
-        "compare", "--model", str(model), *prompts, "--both", " ".join(("layout=packed max_tokens=6", *both)),
+        "compare", "--model", str(model), *prompts, "--both", " ".join(("layout=packed max_tokens=4", *both)),
         "--kernels", profile, "--a", "schedule=serial", "--b", "schedule=continuous arrivals=0,1,2", "--json",
     )  # fmt: skip
     return result.exit_code, json.loads(result.stdout)

@@ -38,3 +38,8 @@ def first_of_each(groups: Iterable[Hashable], count: int = 1) -> list[int]:
         if seen[group] <= count:
             places.append(place)
     return places
+
+
+def examples(count: int) -> int:
+    """How many examples hypothesis tries: ``count`` in the thorough tier, a third of them in the first."""
+    return count if THOROUGH else max(count // 3, 4)

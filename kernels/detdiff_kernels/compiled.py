@@ -27,13 +27,21 @@ def compiled(loop: Loop, signatures: list[Any], *made_of: ModuleType) -> Loop:
     """``loop`` compiled for ``signatures``, without the GIL and without fastmath.
 
     ``made_of`` are the modules whose operations it is made of: numba's cache on disk sees changes of the loop's own
-    file only, and code made from older operations must not be found again.
+    file only, and code made from older operations must not be found again. Each variant of a loop has a name of its
+    own, and with it files of its own: two processes that write variants into one index lose one of them, or take its
+    code for the other's.
     """
     sources = b"".join(Path(str(module.__file__)).read_bytes() for module in made_of)
-    loop.__qualname__ += f"_{sha256(sources).hexdigest()[:12]}"
+    loop.__qualname__ += f"_{sha256(sources + _variant(loop, signatures).encode()).hexdigest()[:12]}"
     with _said(loop.__name__):
         made: Loop = numba.njit(signatures, cache=True, nogil=True, no_cfunc_wrapper=True)(loop)
     return made
+
+
+def _variant(loop: Loop, signatures: list[Any]) -> str:
+    """What a loop is made for and what its maker put into it, in words that are the same in every process."""
+    cells = (cell.cell_contents for cell in loop.__closure__ or ())
+    return repr([signatures, *(getattr(held, "__qualname__", None) or repr(held) for held in cells)])
 
 
 @contextmanager

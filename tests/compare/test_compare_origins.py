@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from synthetic_traces import Ask, Fault, Plan, serial, site_list, together, write_trace
+from tiers import examples
 
 from detdiff.compare import Divergence, compare
 
@@ -269,7 +270,7 @@ def expected(fault: Fault, recurrent: bool) -> tuple[str, str]:
     return (f"{site.name}.norm1" if site.kind == "block" else site.name), "composite"
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.data(), st.booleans())
 def test_any_single_fault_is_the_only_origin(data: Any, recurrent: bool) -> None:
     request = data.draw(st.integers(0, 1), label="request")

@@ -13,6 +13,7 @@ from big_traces import Big, big_pair
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from synthetic_traces import Ask, Fault, Plan, serial, site_list, together, write_trace
+from tiers import examples
 
 from detdiff.compare import Divergence, Grid, RequestSeries, Series, compare, series
 from detdiff.errors import AnswerOfOtherTraces
@@ -98,7 +99,7 @@ def check_against_digests(a: Trace, b: Trace, found: Divergence, drawn: Series) 
         assert int((request.layers.state > 1).any(axis=0).sum()) == apart
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(st.data(), st.booleans())
 def test_every_cell_says_what_its_digests_say(data: Any, recurrent: bool) -> None:
     places = [(site.name, port) for site in site_list(2, recurrent) for port in (*site.inputs, *site.outputs)]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mlx_lm.generate import BatchGenerator, generate_step
 from runs import PACKABLE, model, prompts, scenario
 from test_observer import Answers
-from tiers import some_now
+from tiers import examples, some_now
 from tiny import VOCAB, TinyTokenizer
 
 from detdiff.engines.mlx.engine import generate
@@ -144,7 +144,7 @@ def _nucleus(logits: np.ndarray[Any, np.dtype[np.float64]], top_p: float) -> set
     return {int(i) for i in order[: int(np.count_nonzero(before < top_p)) + 1]}
 
 
-@settings(max_examples=10)
+@settings(max_examples=examples(10))
 @given(st.integers(0, 2**63 - 1), st.integers(2, 12))
 def test_draws_follow_the_distribution(seed: int, classes: int) -> None:
     draw = sampler(Sampling(temperature=1.0, seed=seed))

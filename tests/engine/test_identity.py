@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from runs import ARCHITECTURES, PACKABLE, Runs, events, model, scenario
-from tiers import some_now
+from tiers import examples, some_now
 from tiny import FORMATS
 
 from detdiff.compare import compare
@@ -92,7 +92,7 @@ def compositions(draw: st.DrawFn) -> tuple[str, str, dict[str, Any]]:
     return arch, fmt, keys
 
 
-@settings(max_examples=12)
+@settings(max_examples=examples(12))
 @given(compositions())
 def test_any_arrivals_and_limits_change_no_bit(runs: Runs, drawn: tuple[str, str, dict[str, Any]]) -> None:
     arch, fmt, keys = drawn
@@ -100,7 +100,7 @@ def test_any_arrivals_and_limits_change_no_bit(runs: Runs, drawn: tuple[str, str
     assert found.identical, [(r.id, r.stage, r.origin) for r in found.requests]
 
 
-@settings(max_examples=6)
+@settings(max_examples=examples(6))
 @given(
     st.lists(st.sampled_from((1, 2, 3, 33, 70)), min_size=2, max_size=4),
     st.sampled_from((1, 3, 64)),

@@ -33,7 +33,7 @@ def test_smollm2_alone_against_a_padded_batch_of_eight(smollm2_bf16: Path, tmp_p
             "model": str(smollm2_bf16),
             "engine": {"name": "transformers", "threads": 1},
             "request": [{"prompt": prompt} for prompt in PROMPTS],
-            "max_tokens": 4,
+            "max_tokens": 2,
             "ignore_stop": True,
         }
     )

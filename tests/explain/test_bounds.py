@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from mlx_lm.models import rope_utils
 from mlx_lm.models.activations import precise_swiglu
 from operands import BITS, DTYPES, MX, Float64, given, read, rows, weights, widened
+from tiers import examples
 
 from detdiff.engines.mlx.taps.kernel_plan import weight_of
 from detdiff.errors import OracleRefused
@@ -76,7 +77,7 @@ def test_reference_kernels_stay_within_the_bound_of_their_order(name: str) -> No
     record.check(10000, telling=0.01)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @drawn(
     st.sampled_from(LINEAR), st.sampled_from(DTYPES), st.sampled_from(KINDS),
     st.integers(1, 7), st.integers(1, 9), st.integers(1, 700), st.integers(0, 2**32 - 1),
@@ -158,7 +159,7 @@ def test_norms(dtype: str) -> None:
     record.check(10000, telling=0.02)
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @drawn(
     st.sampled_from(["rms", "layer"]), st.sampled_from(DTYPES), st.sampled_from(KINDS), st.integers(1, 6),
     st.integers(1, 300), st.integers(-40, 40), st.floats(-100, 100), st.integers(0, 2**32 - 1),
@@ -214,7 +215,7 @@ def test_ropes(dtype: str) -> None:
         judge(operation, by_row, Arithmetic("native", dtype, backend="metal"))
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @drawn(
     st.sampled_from(DTYPES), st.integers(1, 5), st.integers(1, 40), st.booleans(), st.integers(0, 200000),
     st.floats(100, 1e7), st.integers(-20, 10), st.integers(0, 2**32 - 1),
@@ -312,7 +313,7 @@ def test_native_attention() -> None:
     record.check(10000, telling=0.01)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @drawn(
     st.sampled_from(sorted(ATTENTION)), st.sampled_from(DTYPES), st.integers(1, 6), st.integers(1, 200),
     st.sampled_from([0.1, 1.0, 8.0]), st.sampled_from(["none", "causal", "bool", "float"]), st.integers(0, 2**32 - 1),

@@ -13,6 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from mlx_lm.models.base import quantized_scaled_dot_product_attention
 from operands import DTYPES, dense, given, quantised, read, rows, widened
+from tiers import examples
 from tiny import CONFIGS, FORMATS, tiny
 from watching import Watching, watched
 
@@ -114,7 +115,7 @@ def _leaf(watching: Watching, ending: str) -> tuple[str, tuple[str, dict[str, An
     return next((name, seen) for name, seen in watching.seen.items() if name.endswith(ending))
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @drawn(st.sampled_from(FORMATS), st.integers(1, 12), st.integers(0, 1000))
 def test_rope_rows_zeroed_and_wrong_offsets(fmt: str, length: int, seed: int) -> None:
     """Cases 9 and 14: rows after the first are zero; rows take another row's offset."""
@@ -276,7 +277,7 @@ def _in_bfloat16(x: Any, w: Any) -> Any:
     return total
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @drawn(
     st.sampled_from([64, 256, 1024]),
     st.integers(2, 8),
@@ -301,7 +302,7 @@ def test_sums_in_low_precision_are_named_by_side(k: int, m: int, dtype: str, see
     assert compare_sides(wrong, right).nearer == "b"
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @drawn(st.sampled_from([64, 256, 1024]), st.integers(2, 8), st.integers(0, 10**6))
 def test_inputs_in_low_precision_are_named_as_precision(k: int, m: int, seed: int) -> None:
     """Case 5: inputs rounded to 11 significant bits: the error's scale is not that of float32 sums in any order."""

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from runs import Runs, digests, model, scenario
-from tiers import some_now
+from tiers import examples, some_now
 
 from detdiff.engines.mlx.taps.digests import (
     device_entries,
@@ -111,7 +111,7 @@ def on_host(array: mx.array, axis: int | None) -> NDArray[np.uint64]:
     return found.reshape(array.shape[0], rows)
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(arrays())
 def test_host_device_and_numpy_agree(drawn: tuple[mx.array, int | None]) -> None:
     array, axis = drawn
@@ -120,7 +120,7 @@ def test_host_device_and_numpy_agree(drawn: tuple[mx.array, int | None]) -> None
     assert np.array_equal(np.asarray(device_rows(array, axis)), expected)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(arrays(), st.data())
 def test_one_changed_bit_changes_one_digest(drawn: tuple[mx.array, int | None], data: st.DataObject) -> None:
     array, axis = drawn
@@ -140,7 +140,7 @@ def test_one_changed_bit_changes_one_digest(drawn: tuple[mx.array, int | None], 
     assert np.array_equal(on_device, before != after)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     st.sampled_from((mx.float32, mx.bfloat16, mx.float16, mx.uint32, mx.uint8)),
     st.integers(1, 3),
@@ -180,7 +180,7 @@ def test_zero_and_minus_zero_and_dtypes_are_told_apart() -> None:
     assert on_host(mx.zeros((1, 1, 3), mx.bfloat16), 1) != on_host(mx.zeros((1, 1, 4), mx.bfloat16), 1)
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(st.data())
 def test_views_with_one_job_have_the_same_rows(data: st.DataObject) -> None:
     """Arrays whose job is the same share a column, so they must hold the same bytes in every row."""

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from runs import Runs, model, scenario, values
-from tiers import some_now
+from tiers import examples, some_now
 
 from detdiff.compare import compare
 from detdiff.engines.mlx.taps.kernel_plan import CallSite, PathChooser, weight_of
@@ -82,7 +82,7 @@ def test_rules_come_before_split_rows_and_split_rows_before_the_profile() -> Non
     assert not chooser.native
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     st.integers(1, 3), st.integers(1, 9), st.sampled_from(("rows", "pad:1", "pad:4", "pad:64")), st.booleans()
 )

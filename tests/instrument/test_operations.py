@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear, _gather_sort
 from numpy.typing import NDArray
 from profiles import write_profile
+from tiers import examples
 
 from detdiff.engines.mlx.taps.kernel_plan import CallSite, weight_of
 from detdiff.engines.mlx.taps.operations import Operations
@@ -106,7 +107,7 @@ def test_a_class_that_computes_in_its_own_way_stays_native(tmp_path: Path) -> No
     assert taken.path == "reference/candle-metal/mv"
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(st.integers(1, 3), st.integers(1, 9))
 def test_each_part_of_the_rows_takes_its_own_kernel(tmp_path_factory: Any, slots: int, columns: int) -> None:
     name = write_profile(
@@ -153,7 +154,7 @@ def by_hand(module: Any, x: mx.array, experts: mx.array, name: str, dtype: str) 
     return made
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(
     st.integers(1, 2),
     st.integers(1, 5),

@@ -20,7 +20,7 @@ from attention_orders import STATEMENTS, Call, Statement, stated
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from tiers import THOROUGH, first_of_each, some_now
+from tiers import examples, first_of_each, some_now
 
 from detdiff_kernels.attention import ATTENTION
 from detdiff_kernels.attention_order import Dealt, Streams, Tiles, blocks
@@ -112,7 +112,7 @@ def test_every_kernel_has_a_statement() -> None:
 
 
 @pytest.mark.parametrize("name", ATTENTION)
-@settings(deadline=None, max_examples=25 if THOROUGH else 10, suppress_health_check=list(HealthCheck))
+@settings(deadline=None, max_examples=examples(25), suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_order(name: str, data: st.DataObject) -> None:
     call = data.draw(calls(name))
@@ -150,7 +150,7 @@ def in_front(call: Call, count: int) -> Call:
 
 
 @pytest.mark.parametrize("name", ATTENTION)
-@settings(deadline=None, max_examples=25 if THOROUGH else 10, suppress_health_check=list(HealthCheck))
+@settings(deadline=None, max_examples=examples(25), suppress_health_check=list(HealthCheck))
 @given(data=st.data(), count=st.sampled_from([1, 5, 31, 32, 64, 257, 2047]))
 def test_an_offset_is_so_many_masked_keys_in_front(name: str, data: st.DataObject, count: int) -> None:
     call = data.draw(calls(name))

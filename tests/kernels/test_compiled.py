@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from threading import Event
 
@@ -47,6 +48,36 @@ def test_a_loop_made_of_changed_sources_is_compiled_anew(tmp_path: Path, changed
     with (copy / changed).open("a") as source:
         source.write("# changed\n")
     assert [misses(), misses()] == ["1", "0"]
+
+
+def variant(number: int, inner: Callable[[], None]) -> Callable[..., None]:
+    def loop() -> None:
+        for _ in range(number):
+            inner()
+
+    return loop
+
+
+def test_variants_of_a_loop_share_no_file_and_one_variant_has_the_same_in_every_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two processes that write into one index lose an entry, or give it the code of the other's."""
+    monkeypatch.setattr(compiled.numba, "njit", lambda *_, **__: lambda loop: loop)
+
+    def one() -> None: ...
+    def two() -> None: ...
+
+    names = [compiled.compiled(variant(*held), []).__qualname__ for held in ((1, one), (2, one), (1, two))]
+    assert len(set(names)) == 3
+    assert compiled.compiled(variant(1, one), []).__qualname__ == names[0]
+    program = (
+        "from detdiff_kernels.loops import sum_loop\n"
+        "import detdiff_kernels.compiled as c\n"
+        "c.numba.njit = lambda *_, **__: lambda loop: loop\n"
+        "print(*(sum_loop('add', 1, 1, held, 'float32', 1).__qualname__ for held in ('float32', 'float16')))"
+    )
+    found = {subprocess.check_output([sys.executable, "-c", program], text=True) for _ in range(2)}
+    assert len(found) == 1 and len(set(found.pop().split())) == 2
 
 
 class Terminal(io.StringIO):

@@ -34,7 +34,7 @@ from gguf.quants import dequantize, quantize
 from harness import f16
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiers import THOROUGH
+from tiers import examples
 
 from detdiff_kernels import Blocks, UnsupportedFormat, kernel, kernel_names
 from detdiff_kernels.errors import UnknownTensor, UnreadableGguf
@@ -43,7 +43,7 @@ from detdiff_kernels.weights import BLOCKS
 
 
 @pytest.mark.parametrize(("name", "kind"), STATEMENTS)
-@settings(max_examples=12 if THOROUGH else 4)
+@settings(max_examples=examples(12))
 @given(data=st.data())
 def test_a_kernel_computes_what_its_statement_says(name: str, kind: str, data: st.DataObject) -> None:
     case = data.draw(cases(kind))
@@ -52,7 +52,7 @@ def test_a_kernel_computes_what_its_statement_says(name: str, kind: str, data: s
     assert harness.differing(computed(name, case), expected) == 0
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(case=harness.dense_cases((st.integers(1, 40) | st.integers(60, 700)).map(lambda half: 2 * half)))
 def test_cuda_adds_dense_rows_in_warps(case: harness.Case) -> None:
     with np.errstate(all="ignore"):

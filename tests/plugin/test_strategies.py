@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import Phase, find, given, settings
 from runs import model, patched
-from tiers import THOROUGH, some_now
+from tiers import THOROUGH, examples, some_now
 from toy_engine import Faulty, Packed
 
 from detdiff.check.invariance import check_scenario
@@ -49,7 +49,7 @@ def size(scenario: Scenario) -> tuple[int, ...]:
     )
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(compositions())
 def test_every_composition_is_a_scenario_that_reads_back(scenario: Scenario) -> None:
     assert Scenario.from_dict(scenario.to_dict()) == scenario
@@ -124,7 +124,7 @@ def test_a_fault_of_three_requests_one_of_them_arriving_mid_prefill_is_shrunk_to
     assert "continuous of packed: " in finding.text()
 
 
-@settings(max_examples=200 if THOROUGH else 60)
+@settings(max_examples=examples(200))
 @given(compositions())
 def test_an_engine_without_the_fault_passes_every_composition(scenario: Scenario) -> None:
     finding = check_scenario(Packed(), scenario)

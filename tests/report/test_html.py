@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_reports import explained, flips, long_text
 from page_tree import of, tree
+from tiers import examples
 
 from detdiff.report.build import build
 from detdiff.report.document import Code, Item, MarkedToken, Prose, Report, Table, Texts, View
@@ -167,7 +168,7 @@ def test_blocks_become_elements_and_their_texts_stay_texts() -> None:
     assert [node.text for node in table.all("td")] == ["1", "</td>", "-", "&amp;"]
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(st.text(st.characters(codec="utf-8", exclude_categories=["C", "Z"]), min_size=1, max_size=30))
 def test_any_text_is_found_again_as_it_was(text: str) -> None:
     blocks = (

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from series_samples import HOSTILE, hostile, large, small
 from svg_reader import DIFFERS, Picture, check
+from tiers import examples
 
 from detdiff.compare.grids import Grid
 from detdiff.compare.series import Series
@@ -95,7 +96,7 @@ def shows_every_origin(grid: Grid, columns: int) -> None:
     assert picture.origins() == origins_by_hand(grid, columns)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(states, st.integers(1, 70), st.booleans())
 def test_no_origin_is_lost_by_binning(rows: list[list[int]], columns: int, ulp: bool) -> None:
     shows_every_origin(grid_of(rows, ulp), columns)
@@ -115,7 +116,7 @@ def test_a_picture_that_samples_positions_is_caught(monkeypatch: pytest.MonkeyPa
         shows_every_origin(grid_of(rows), 10)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(states, st.integers(1, 70), st.booleans(), st.integers(0, 1000))
 def test_a_column_shows_the_strongest_state_and_the_largest_size(
     rows: list[list[int]], columns: int, ulp: bool, seed: int
@@ -161,7 +162,7 @@ def test_sizes_are_shares_unless_half_are_known_in_ulp() -> None:
     ).step.tolist() == [[0, 3, 7, -1]]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(st.lists(st.booleans(), min_size=6, max_size=6), min_size=1, max_size=6))
 def test_cells_are_covered_once(rows: list[list[bool]]) -> None:
     mask = np.array(rows)
@@ -175,7 +176,7 @@ def test_cells_are_covered_once(rows: list[list[bool]]) -> None:
     assert (lines == mask).all()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(states)
 def test_the_path_of_a_step_is_its_cells(rows: list[list[int]]) -> None:
     grid = grid_of(rows)

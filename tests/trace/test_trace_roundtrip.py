@@ -15,6 +15,7 @@ import safetensors.numpy
 import trace_samples as samples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiers import examples
 
 from detdiff.trace import (
     Generated,
@@ -91,7 +92,7 @@ def write(
         writer.finish(times=times)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(batches(), st.sampled_from([1, 200, 1 << 20]))
 def test_what_is_written_is_read(
     given_batches: list[tuple[Rows, Generated | None]], shard_bytes: int
@@ -156,7 +157,7 @@ def assert_tokens(trace: Trace, given_tokens: list[Generated]) -> None:
             assert np.array_equal(getattr(found.lens, name), expected)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(batches(), st.sampled_from([1, 300]))
 def test_the_same_input_gives_the_same_bytes(
     given_batches: list[tuple[Rows, Generated | None]], shard_bytes: int
