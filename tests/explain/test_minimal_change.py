@@ -55,7 +55,7 @@ def test_a_trial_that_starts_late_answers_as_one_from_the_prompt(runs: Runs) -> 
             Reruns.of(case),
             "b",
             RerunChanges(
-                steering=AllowedChanges(base.changes, some),
+                override=AllowedChanges(base.changes, some),
                 decided=lambda run: base.target.happened(run) is not None,
                 wanted=base.wanted,
             ),

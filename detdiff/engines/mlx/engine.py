@@ -258,7 +258,7 @@ def _run(
     if options.overrides.pin_kernels:
         for session in (sessions.target, sessions.draft):
             if session is not None:
-                session.steer(SingleRowPaths(session.operations.chooser.planned))
+                session.override_paths(SingleRowPaths(session.operations.chooser.planned))
     # What cannot be recorded is said before there is a trace.
     subject = _subject(scenario, models.target, work, sessions, options)
     total = sum(w.max_tokens for w in work)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from detdiff.engines.mlx.taps.forward import Forward
+from detdiff.engines.mlx.taps.forward import Forward, PathOverride
 from detdiff.engines.mlx.taps.kernel_plan import NATIVE, CallSite, KernelPath, RowComputation, Span
 from detdiff.engines.mlx.taps.operations import ROW_BY_ROW
 from detdiff.engines.mlx.taps.sites import SiteMap
@@ -31,10 +31,8 @@ from .reruns import Rerun, RerunChanges, Reruns, Row, TakenPaths, rerun, rows_of
 Spans = tuple[Span, ...]
 
 
-class PlanSteering:
-    """Follows the plan; on its own it only makes a session say how every path was made."""
-
-    doubts = False
+class RowOverride(PathOverride):
+    """Knows which row of the forward each row of a call is."""
 
     def __init__(self) -> None:
         self.rows: list[Row | None] = []
@@ -42,14 +40,6 @@ class PlanSteering:
 
     def begin(self, sites: SiteMap, forward: Forward) -> None:
         self.forward, self.rows = forward, rows_of(forward)
-
-    def spans(self, place: CallSite, call: Call, planned: Spans) -> Spans:
-        return planned
-
-    def others(self, place: CallSite, call: Call, planned: Spans) -> Spans:
-        return planned
-
-    def compare(self, place: CallSite, taken: mx.array, other: mx.array) -> None: ...
 
     def rows_at(self, place: CallSite, call: Call) -> list[Row | None]:
         """The forward's row behind each flat row of a call; empty where that cannot be told."""
@@ -64,12 +54,11 @@ class PlanSteering:
         return [] if rest else [row for row in rows for _ in range(several)]
 
 
-class SingleRowPaths(PlanSteering):
+class SingleRowPaths(PathOverride):
     """Every call on the path that a single row takes, whatever the number of rows."""
 
     def __init__(self, plan: Callable[[CallSite, Call], Spans]) -> None:
         """``plan`` is what the kernel plan says of a call."""
-        super().__init__()
         self._plan = plan
 
     def spans(self, place: CallSite, call: Call, planned: Spans) -> Spans:
@@ -120,7 +109,7 @@ class PathChanges:
 Kept = tuple[PathChange, KernelPath]
 
 
-class TwoWaySteering(PlanSteering):
+class TwoWays(RowOverride):
     """Computes path changes both ways on the same inputs.
 
     ``effective`` holds, by change, the first forward in which the two ways differed in bits.
@@ -157,7 +146,7 @@ class TwoWaySteering(PlanSteering):
         self._open.clear()
 
 
-class BesidePathsOfA(TwoWaySteering):
+class BesidePathsOfA(TwoWays):
     """The plan's own paths, each call also computed on the paths that run A took for its rows."""
 
     def __init__(self, a: TakenPaths) -> None:
@@ -176,7 +165,7 @@ class BesidePathsOfA(TwoWaySteering):
             made = self._a.of(place.site, row)
             if made is not None and (len(planned) > 1 or not _alike(made, here)):
                 known[row] = change, made.path_again()
-        self.doubts = bool(known)
+        self.has_others = bool(known)
         if known:
             self._asked = frozenset({change})
             self._others = _spans(rows, known, planned, call, lambda _: True)
@@ -190,26 +179,26 @@ def _alike(a: RowComputation, b: RowComputation) -> bool:
     return a.same_as(b)
 
 
-class AllowedChanges(TwoWaySteering):
+class AllowedChanges(TwoWays):
     """Run A's paths for every row of a path change, but for the changes that are ``allowed``, which stay B's.
 
-    With ``doubting``, each change is also computed the other way.
+    With ``both_ways``, each change is also computed the other way.
     """
 
     def __init__(
-        self, changes: PathChanges, allowed: Collection[PathChange], *, doubting: bool = False
+        self, changes: PathChanges, allowed: Collection[PathChange], *, both_ways: bool = False
     ) -> None:
         super().__init__()
-        self._changes, self._allowed, self._doubting = changes, frozenset(allowed), doubting
+        self._changes, self._allowed, self._both_ways = changes, frozenset(allowed), both_ways
 
     def spans(self, place: CallSite, call: Call, planned: Spans) -> Spans:
         rows = self.rows_at(place, call)
         found = {row: self._changes.held.get((place.site, row)) for row in set(rows) if row is not None}
         known = {row: each for row, each in found.items() if each is not None}
-        self.doubts = self._doubting and bool(known)
+        self.has_others = self._both_ways and bool(known)
         if not known:
             return planned
-        if self.doubts:
+        if self.has_others:
             self._asked = frozenset(change for change, _ in known.values())
             self._others = _spans(rows, known, planned, call, lambda change: change in self._allowed)
         return _spans(rows, known, planned, call, lambda change: change not in self._allowed)
@@ -280,17 +269,17 @@ def _baseline(runs: Reruns) -> Baseline:
     )
     enough = None if flip is None or at[1] is None else _reached(runs, at[1])
     a = rerun(
-        runs, "a", RerunChanges(steering=PlanSteering(), keep=True, at=at[0], wanted=ports[0], decided=enough)
+        runs, "a", RerunChanges(override=RowOverride(), keep=True, at=at[0], wanted=ports[0], decided=enough)
     )
-    doubts = BesidePathsOfA(a.watch.paths)
+    beside = BesidePathsOfA(a.watch.paths)
     decided = None if flip is None else lambda run: flip.happened(run) is not None
-    b = rerun(runs, "b", RerunChanges(steering=doubts, keep=True, at=at[1], decided=decided, wanted=ports[1]))
-    doubts.settle()
+    b = rerun(runs, "b", RerunChanges(override=beside, keep=True, at=at[1], decided=decided, wanted=ports[1]))
+    beside.settle()
     if flip is not None and not flip.happened(b):
         raise CannotRun(f"{flip.sentence} did not happen when b was run again (see the control repeat)")
     target: RerunTarget = flip if flip is not None else divergence_of(runs, a, b)
     changes = PathChanges.between(a.watch.paths, b.watch.paths)
-    effective = {change: n for change, n in doubts.effective.items() if change in changes.calls}
+    effective = {change: n for change, n in beside.effective.items() if change in changes.calls}
     return Baseline(a, b, target, flip, changes, effective, ports[1])
 
 
@@ -353,21 +342,21 @@ class MinimalChangeTrials:
 
     def _hold(self) -> _KnownRun:
         base = self.base
-        doubts = AllowedChanges(base.changes, (), doubting=True)
+        beside = AllowedChanges(base.changes, (), both_ways=True)
         first = base.b.snapshots.before(min(base.effective.values()))
         held = rerun(
             self.runs,
             "b",
             RerunChanges(
-                steering=doubts,
+                override=beside,
                 keep=True,
                 decided=lambda run: base.target.happened(run) is not None,
                 start=None if first is None else (base.b, first[1]),
                 wanted=base.wanted,
             ),
         )
-        doubts.settle()
-        return _KnownRun(held, doubts.effective, bool(base.target.happened(held)))
+        beside.settle()
+        return _KnownRun(held, beside.effective, bool(base.target.happened(held)))
 
     def happens(self, allowed: Sequence[PathChange]) -> bool:
         """Whether the target still happens where only these changes are left as b has them."""
@@ -400,7 +389,7 @@ class MinimalChangeTrials:
             self.runs,
             "b",
             RerunChanges(
-                steering=AllowedChanges(self.base.changes, allowed),
+                override=AllowedChanges(self.base.changes, allowed),
                 decided=decided,
                 start=None if start is None else (known.run, start[1]),
                 wanted=self.base.wanted,

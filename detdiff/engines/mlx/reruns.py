@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from detdiff.engines.mlx.taps.forward import Forward, Steering, handle, memory
+from detdiff.engines.mlx.taps.forward import Forward, PathOverride, handle, memory
 from detdiff.engines.mlx.taps.kernel_plan import RowComputation, TakenPath
 from detdiff.engines.mlx.taps.sites import Arrays, SiteMap
 from detdiff.engines.schedule import Work
@@ -346,7 +346,7 @@ Decided = Callable[[Rerun], bool]
 
 @runtime_checkable
 class ComputesTwoWays(Protocol):
-    """Steering that computes calls in two ways: ``effective`` has those that differed in bits, once they are settled."""
+    """An override that computes calls in two ways: ``effective`` has those that differed in bits, once they are settled."""
 
     effective: dict[Any, int]
 
@@ -357,7 +357,7 @@ class ComputesTwoWays(Protocol):
 class RerunChanges:
     """What is changed in a re-run of a side, and how much of it is run.
 
-    ``scenario`` stands for the side's own; ``steering`` chooses paths. ``decided(run)`` is asked after each token and
+    ``scenario`` stands for the side's own; ``override`` chooses paths. ``decided(run)`` is asked after each token and
     before each forward, and ends the run. ``start`` continues a known run from one of its snapshots. ``before(engine)`` is
     called before each packed step, ``begun(forward, caches)`` before every forward. ``wanted`` are ports of rows whose
     values are kept; ``keep`` keeps snapshots, and ``at`` names a forward before which there must be one. ``progress`` is
@@ -365,7 +365,7 @@ class RerunChanges:
     """
 
     scenario: Scenario | None = None
-    steering: Steering | None = None
+    override: PathOverride | None = None
     decided: Decided | None = None
     start: tuple[Rerun, Snapshot] | None = None
     before: Callable[[PackedEngine], None] | None = None
@@ -394,7 +394,7 @@ def rerun(runs: Reruns, side: Side, changes: RerunChanges | None = None) -> Reru
     clock = time.perf_counter()
     for session in (sessions.target, sessions.draft):
         if session is not None:
-            session.steer(changes.steering)
+            session.override_paths(changes.override)
     try:
         with sessions.running(run.watch, None):
             _serve(run, changes, scenario, sessions, work)
@@ -402,7 +402,7 @@ def rerun(runs: Reruns, side: Side, changes: RerunChanges | None = None) -> Reru
     finally:
         for session in (sessions.target, sessions.draft):
             if session is not None:
-                session.steer(None)
+                session.override_paths(None)
         run.seconds = time.perf_counter() - clock
         run.forwards = run.last - run.from_
     return run
@@ -460,7 +460,7 @@ def _serve(
             raise StopRun
         if changes.keep:
             # The one before the step that has just been run is worth keeping where something happened in it.
-            if _happened(changes.steering):
+            if _happened(changes.override):
                 run.snapshots.pin()
             run.snapshots.add(engine)
             if changes.at is not None and engine.clock.forwards <= changes.at:
@@ -470,12 +470,12 @@ def _serve(
 
     seen = 0
 
-    def _happened(steering: Any) -> bool:
+    def _happened(override: Any) -> bool:
         nonlocal seen
-        if not isinstance(steering, ComputesTwoWays):
+        if not isinstance(override, ComputesTwoWays):
             return False
-        steering.settle()
-        before, seen = seen, len(steering.effective)
+        override.settle()
+        before, seen = seen, len(override.effective)
         return seen > before
 
     from_ = None if changes.start is None else changes.start[1]

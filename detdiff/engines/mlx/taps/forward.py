@@ -324,13 +324,19 @@ class Recording(Sink, Protocol):
     def end(self, forward: Forward, logits: mx.array) -> None: ...
 
 
-class Steering(Protocol):
-    """Takes calls onto other paths than the plan's, and may ask what yet others would have given."""
+class PathOverride:
+    """Takes calls onto other paths than the plan's, and may ask what yet others would have given. As it is it follows the plan,
+    and only makes a session say how every path was made."""
 
-    doubts: bool
+    has_others = False
     """Whether ``others`` has other paths than ``spans`` had for the last call."""
 
     def begin(self, sites: SiteMap, forward: Forward) -> None: ...
-    def spans(self, place: CallSite, call: Call, planned: tuple[Span, ...]) -> tuple[Span, ...]: ...
-    def others(self, place: CallSite, call: Call, planned: tuple[Span, ...]) -> tuple[Span, ...]: ...
+
+    def spans(self, place: CallSite, call: Call, planned: tuple[Span, ...]) -> tuple[Span, ...]:
+        return planned
+
+    def others(self, place: CallSite, call: Call, planned: tuple[Span, ...]) -> tuple[Span, ...]:
+        return planned
+
     def compare(self, place: CallSite, taken: mx.array, other: mx.array) -> None: ...

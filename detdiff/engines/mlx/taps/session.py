@@ -19,7 +19,7 @@ from detdiff.scenario import KernelPlan
 
 from .entries import cache_kind, entry_parts
 from .experts import ExpertOrder
-from .forward import Attend, Forward, Packing, Recording, Sink, Steering, handle
+from .forward import Attend, Forward, Packing, PathOverride, Recording, Sink, handle
 from .kernel_plan import CallSite, StagedWeights, TakenPath
 from .operations import Operations
 from .sites import Arrays, Discovery, SiteMap, discover, tapped, tapped_top, walk
@@ -141,7 +141,7 @@ class Session:
         self.recording: Recording | None = None
         self.on_logits: Callable[[Forward, mx.array], None] | None = None
         self.packing: Packing | None = None
-        self._steering: Steering | None = None
+        self._override: PathOverride | None = None
         self.paused = False
         self._entered = False
         self.scales: dict[str, float] = {}
@@ -198,10 +198,10 @@ class Session:
             self.on_logits = None
             self._reset()
 
-    def steer(self, steering: Steering | None) -> None:
-        """From the next forward on let ``steering`` choose the paths; None: the plan alone."""
-        self._steering = steering
-        self.operations.chooser.override = None if steering is None else steering.spans
+    def override_paths(self, override: PathOverride | None) -> None:
+        """From the next forward on let ``override`` choose the paths; None: the plan alone."""
+        self._override = override
+        self.operations.chooser.override = None if override is None else override.spans
 
     def module(self, key: str | None) -> Callable[[mx.array], mx.array] | None:
         """The module behind a site's key, as a function; a tied head is the embedding's ``as_linear``."""
@@ -242,8 +242,8 @@ class Session:
         forward = self.compose(args[0], cache)
         self.forward = forward
         self._sink = self.recording
-        if self._steering is not None:
-            self._steering.begin(self.sites, forward)
+        if self._override is not None:
+            self._override.begin(self.sites, forward)
         if self.recording is not None:
             self.recording.begin(forward, cache or [])
         try:
@@ -324,23 +324,23 @@ class Session:
             return self.operations.linear.run(place, native, module, args[0], method)
 
         y, taken = run()
-        self._doubt(place, y, run)
+        self._on_others(place, y, run)
         if self.recording is not None:
             for one in taken:
                 self.recording.call(key, one)
         return y
 
-    def _doubt(self, place: CallSite, y: mx.array, run: Callable[[], tuple[mx.array, Any]]) -> None:
-        """Run a call again on the other paths that a steering may want to know about."""
-        steering, chooser = self._steering, self.operations.chooser
-        if steering is None or not steering.doubts:
+    def _on_others(self, place: CallSite, y: mx.array, run: Callable[[], tuple[mx.array, Any]]) -> None:
+        """Run a call again on the other paths that an override may want to know about."""
+        override, chooser = self._override, self.operations.chooser
+        if override is None or not override.has_others:
             return
-        chooser.override = steering.others
+        chooser.override = override.others
         try:
             other, _ = run()
         finally:
-            chooser.override = steering.spans
-        steering.compare(place, y, other)
+            chooser.override = override.spans
+        override.compare(place, y, other)
 
     def _place(self, key: str) -> CallSite | None:
         """Where the kernel plan has a say: a site, in a forward."""
@@ -441,13 +441,13 @@ class Session:
             return lambda columns, args, kw: native(*args, **kw)
 
         def attend(columns: range | None, args: Any, kw: Any) -> mx.array:
-            here = place if self._steering is None else place._replace(columns=columns)
+            here = place if self._override is None else place._replace(columns=columns)
 
             def run() -> tuple[mx.array, TakenPath]:
                 return self.operations.attention.run(here, native, args, kw)
 
             y, taken = run()
-            self._doubt(here, y, run)
+            self._on_others(here, y, run)
             if recording is not None:
                 if columns is not None:
                     taken = taken._replace(rows=None, second_last=None, at=columns)

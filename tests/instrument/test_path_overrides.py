@@ -28,7 +28,7 @@ def same(a: mx.array, b: mx.array) -> bool:
     return a.shape == b.shape and bool(mx.array_equal(a, b))
 
 
-def steered(*spans: Span, plan: KernelPlan | None = None) -> Operations:
+def overridden(*spans: Span, plan: KernelPlan | None = None) -> Operations:
     operations = Operations(plan or KernelPlan())
     operations.chooser.override = lambda place, call, planned: spans
     return operations
@@ -41,11 +41,11 @@ def linear() -> nn.Linear:
 
 
 def reference(name: str, rows: int | None = None) -> KernelPath:
-    return KernelPath(f"reference/{name}", "steered", rows=rows)
+    return KernelPath(f"reference/{name}", "overridden", rows=rows)
 
 
 def test_an_override_is_asked_and_a_native_plan_is_then_not_native() -> None:
-    operations = steered(Span(0, 3, KernelPath("native", "")))
+    operations = overridden(Span(0, 3, KernelPath("native", "")))
     assert not operations.native
     operations.chooser.override = None
     assert operations.native
@@ -54,9 +54,9 @@ def test_an_override_is_asked_and_a_native_plan_is_then_not_native() -> None:
 def test_rows_of_one_call_take_paths_of_their_own() -> None:
     module, x = linear(), normal(1, 7, 64)
     mv, mm = reference("candle-metal/mv"), reference("candle-metal/mm")
-    whole = {path: steered(Span(0, 7, path)).linear.run(LINEAR, module, module, x)[0] for path in (mv, mm)}
+    whole = {path: overridden(Span(0, 7, path)).linear.run(LINEAR, module, module, x)[0] for path in (mv, mm)}
     assert not same(whole[mv], whole[mm])
-    mixed, taken = steered(Span(0, 3, mv), Span(3, 7, mm)).linear.run(LINEAR, module, module, x)
+    mixed, taken = overridden(Span(0, 3, mv), Span(3, 7, mm)).linear.run(LINEAR, module, module, x)
     assert same(mixed[:, :3], whole[mv][:, :3]) and same(mixed[:, 3:], whole[mm][:, 3:])
     assert [(one.at, one.made.rows if one.made else None) for one in taken] == [
         (range(0, 3), 3),
@@ -67,8 +67,8 @@ def test_rows_of_one_call_take_paths_of_their_own() -> None:
 @pytest.mark.parametrize("kernel", ["mlx-metal/gemv", "candle-metal/mv", "mlx-metal/splitk"])
 def test_a_row_alone_can_be_summed_as_one_of_many(kernel: str) -> None:
     module, x = linear(), normal(1, 9, 64)
-    together = steered(Span(0, 9, reference(kernel))).linear.run(LINEAR, module, module, x)[0]
-    alone = steered(Span(0, 1, reference(kernel, rows=9))).linear.run(LINEAR, module, module, x[:, 4:5])[0]
+    together = overridden(Span(0, 9, reference(kernel))).linear.run(LINEAR, module, module, x)[0]
+    alone = overridden(Span(0, 1, reference(kernel, rows=9))).linear.run(LINEAR, module, module, x[:, 4:5])[0]
     assert same(alone, together[:, 4:5])
 
 
@@ -82,7 +82,7 @@ def test_a_native_path_can_be_called_with_another_number_of_rows(rows: int | Non
         return y
 
     x = normal(1, 5, 64)
-    y = steered(Span(0, 5, KernelPath("native", "", rows=rows))).linear.run(LINEAR, native, module, x)[0]
+    y = overridden(Span(0, 5, KernelPath("native", "", rows=rows))).linear.run(LINEAR, native, module, x)[0]
     assert seen == calls and y.shape == (1, 5, 48) and bool(mx.allclose(y, module(x), atol=1e-5))
 
 
@@ -99,7 +99,7 @@ def _qkv(batch: int, rows: int, keys: int) -> tuple[mx.array, mx.array, mx.array
 def test_attention_row_by_row_is_what_decoding_would_have_called(profile: str | None) -> None:
     q, k, v = _qkv(1, 5, 12)
     plan = KernelPlan(profile)
-    held = steered(Span(0, 5, KernelPath(ROW_BY_ROW, "")), plan=plan)
+    held = overridden(Span(0, 5, KernelPath(ROW_BY_ROW, "")), plan=plan)
     given = {"cache": None, "scale": 0.25, "mask": "causal"}
     y, _ = held.attention.run(ATTENTION, scaled_dot_product_attention, (q, k, v), given)
     for row in range(5):
@@ -113,7 +113,7 @@ def test_attention_row_by_row_is_what_decoding_would_have_called(profile: str | 
 def test_a_padded_slot_attends_to_its_own_keys_only() -> None:
     q, k, v = _qkv(2, 1, 9)
     mask = mx.array([[True] * 9, [False] * 4 + [True] * 5])[:, None, None]
-    held = steered(Span(0, 1, KernelPath(ROW_BY_ROW, "")), plan=KernelPlan("mlx-metal"))
+    held = overridden(Span(0, 1, KernelPath(ROW_BY_ROW, "")), plan=KernelPlan("mlx-metal"))
     given = {"cache": None, "scale": 0.25, "mask": mask}
     y, _ = held.attention.run(ATTENTION, scaled_dot_product_attention, (q, k, v), given)
     alone = {"cache": None, "scale": 0.25, "mask": None}
@@ -129,7 +129,7 @@ def test_query_rows_of_one_call_take_paths_of_their_own() -> None:
 
     def run(*spans: Span) -> mx.array:
         args: Any = (q, k, v)
-        return steered(*spans).attention.run(ATTENTION, scaled_dot_product_attention, args, given)[0]
+        return overridden(*spans).attention.run(ATTENTION, scaled_dot_product_attention, args, given)[0]
 
     mixed = run(Span(0, 2, one), Span(2, 6, two))
     assert same(mixed[:, :, :2], run(Span(0, 6, one))[:, :, :2])
@@ -152,7 +152,7 @@ def test_rows_of_an_expert_call_take_paths_of_their_own(sort: bool) -> None:
     mv, mm = reference("candle-metal/mv"), reference("candle-metal/mm")
 
     def run(*spans: Span) -> mx.array:
-        operations = steered(*spans)
+        operations = overridden(*spans)
         operations.switch.order = order
         y, _ = operations.switch.run(SWITCH, module, module, (x, experts), {"sorted_indices": sort})
         return (order.rows(y) if order is not None else y).reshape(6, 2, 48)
