@@ -27,7 +27,9 @@ Run = Trace | Scenario | Path | str
 CONTROLS: Final = registered()
 ORDER: Final = tuple(CONTROLS)
 """What is run, in order. Some only where something speaks for them, unless they are asked for."""
-_CAN_DECIDE: Final = tuple(dict.fromkeys(name for rule in RULES for name in rule.because if name in ORDER))
+_CAN_DECIDE: Final = tuple(
+    dict.fromkeys(name for rule in RULES for name in rule.because if name in ORDER and name != "roles")
+)
 DECIDING: Final = tuple(name for name in _CAN_DECIDE if name != "fresh")
 """The controls that a verdict on an engine without state can rest on; the others say more of what it is about."""
 ACROSS_ENGINES: Final = ("repeat", "roles")
@@ -80,8 +82,8 @@ def explain(
         return decide(Facts(None, why=_TEMPORARY.sub(r"side \1", str(error))))
     divergence = _named(case.divergence, sides)
     facts = _facts(case, divergence)
-    if across_engines and controls is None:
-        wanted = ACROSS_ENGINES
+    if controls is None:
+        wanted = ACROSS_ENGINES if across_engines else tuple(name for name in wanted if name != "roles")
     verdict = decide(_run(case, facts, wanted, controls is not None, on_control))
     return verdict if divergence.identical else replace(verdict, fragile=_fragile(case))
 

@@ -8,10 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 import pytest
 from models import need_llama
 from numpy.typing import NDArray
+from torch_models import torch_or_skip
 
 from detdiff import Scenario, Verdict, compare, explain, record
 from detdiff.engines.llama_cpp.known_model import KnownModel
@@ -199,3 +201,56 @@ def test_smollm2_in_both_is_numerics(smollm2_f16_gguf: Path, tmp_path: Path) -> 
     verdict = explained(smollm2_f16_gguf, tmp_path / "model")
     assert (verdict.kind, verdict.rule) == ("numerics", "roles"), (verdict.sentence, verdict.missing)
     assert figures(verdict).operations == {"a": 454, "b": 454}
+
+
+def four_faults(model: Any) -> None:
+    """In one layer each: positions, attention, the MLP's weights and a norm."""
+    layers = model.layers
+    layers[2].self_attn.rope.base = 10000.0
+    layers[3].self_attn.scale *= 1.01
+    mlp = layers[5].mlp
+    mlp.gate_proj, mlp.up_proj = mlp.up_proj, mlp.gate_proj
+    norm = layers[10].post_attention_layernorm
+    norm.weight = mx.ones_like(norm.weight)
+
+
+@pytest.mark.thorough
+@pytest.mark.real_model
+def test_four_faults_in_smollm2_on_mlx_are_named_and_nothing_else(
+    smollm2_f32_gguf: Path, tmp_path: Path
+) -> None:
+    need_llama()
+    import_gguf(smollm2_f32_gguf, tmp_path / "model", dtype="f32", packed=False)
+    a, b = scenario("llama.cpp", smollm2_f32_gguf), scenario("mlx", tmp_path / "model")
+    engine: Any = open_engine(b)
+    four_faults(engine.loaded.model)
+    verdict = explain(a, b, engine=(open_engine(a), engine), across_engines=True, repeats=1)
+    assert (verdict.kind, verdict.rule) == ("bug", "role-outside"), verdict.sentence
+    found = figures(verdict)
+    named = [(each["run"], each["role"], each["layer"]) for each in found.outside_where]
+    assert named == [
+        ("b", "rope_q", 2),
+        ("b", "rope_k", 2),
+        ("b", "attention", 3),
+        ("b", "gate", 5),
+        ("b", "up", 5),
+        ("b", "mlp_norm", 10),
+    ]
+    assert (found.outside_a, found.outside_b) == (0, 6)
+
+
+def test_the_imported_directory_in_transformers_is_numerics_too(tmp_path: Path) -> None:
+    need_llama()
+    torch_or_skip()
+    from transformers import AutoModelForCausalLM
+
+    from detdiff.engines.transformers import TransformersEngine
+
+    file = KnownModel(layers=2, kind="F16").write(tmp_path / "model.gguf")
+    import_gguf(file, tmp_path / "model", dtype="f32", packed=False)
+    asked = scenario("llama.cpp", file)
+    other = TransformersEngine(AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto"))
+    sides = asked, scenario("transformers", tmp_path / "model")
+    verdict = explain(*sides, engine=(open_engine(asked), other), across_engines=True, repeats=1)
+    assert (verdict.kind, verdict.rule) == ("numerics", "roles"), (verdict.sentence, verdict.missing)
+    assert figures(verdict).operations == {"a": 34, "b": 34}
