@@ -458,6 +458,24 @@ class EngineFailed(EngineError):
     """An engine of the user's own raised an exception, or does not run the schedule that was asked for."""
 
 
+class ServerAddressInvalid(EngineError):
+    """The address of a server is none, or would give away what protects it."""
+
+
+class ServerUnreachable(EngineError):
+    """A server does not listen, its TLS fails, or it says nothing for too long. ``unsent``: it was not asked anything."""
+
+    unsent = False
+
+
+class ServerRefused(EngineError):
+    """A server answered with a status other than 200, with an error, or is not the one that was opened."""
+
+
+class ServerAnswerInvalid(EngineError):
+    """What a server sent is cut, or has a form that is none: nothing is made of it."""
+
+
 class LlamaLibraryRefused(DetdiffError):
     """The library of llama.cpp is not the one that the engine knows the structures of."""
 

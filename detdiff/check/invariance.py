@@ -146,6 +146,10 @@ def _near_tie(request: RequestDivergence) -> bool:
     return request.flip is not None and request.flip.kind == "token" and request.swapped is True
 
 
+_UNMET: Final = (
+    "No two requests were served at a time: each had ended when the next one came, so that this composition did not happen. Let "
+    "them generate more tokens (max_tokens), or arrive closer to each other."
+)
 ORIGINS: Final = 1000
 """Origins that are judged at level ``bounded``: all of them, or as many spread over all."""
 
@@ -207,7 +211,7 @@ def prepared(
         wanted = fitting(wanted, len(tables))
     if not subject.laid_out:
         for table in tables:
-            if "prompt" in table:
+            if "prompt" in table and not getattr(engine, "asks_text", False):
                 # What cannot be encoded is said before anything runs.
                 table["tokens"] = engine.encode(table.pop("prompt"), False)
     return tables, list(wanted)
@@ -314,6 +318,8 @@ class ModelCheck:
         for run in self._runs(composition, base):
             seen = self.seen_of(run, base)
             self._count(seen)
+            if seen.b.unmet and (seen.divergence is None or seen.divergence.stage is None):
+                raise NothingToCheck(_UNMET)
             together = together or FORWARDS in seen.b.lacks or _together(seen.b)
             if not seen.ruling.passes:
                 if failed is None:
@@ -322,10 +328,7 @@ class ModelCheck:
                     more.append(run.name)
             shutil.rmtree(seen.b.path, ignore_errors=True)
         if failed is None and not together:
-            raise NothingToCheck(
-                "No two requests were served at a time: each had ended when the next one came, so that this composition did not "
-                "happen. Let them generate more tokens (max_tokens), or arrive closer to each other."
-            )
+            raise NothingToCheck(_UNMET)
         return None if failed is None else replace(failed, more=tuple(more))
 
     def _runs(self, composition: CheckedSchedule, base: Scenario) -> Iterator[CompositionRun]:

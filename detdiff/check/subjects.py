@@ -12,9 +12,9 @@ from typing import Any
 from detdiff.compare import Divergence, compare
 from detdiff.engines.base import RESET, Engine, RunOptions
 from detdiff.engines.record import record
-from detdiff.engines.registry import DEFAULT, as_engine, open_engine, open_named
+from detdiff.engines.registry import DEFAULT, SERVER, as_engine, open_engine, open_named
 from detdiff.errors import CheckSubjectInvalid
-from detdiff.scenario import Scenario
+from detdiff.scenario import Scenario, is_address
 from detdiff.trace import Trace
 
 # Nobody needs these runs after a power cut, and what fails is copied.
@@ -53,7 +53,7 @@ class CheckedEngines:
         self._objects: dict[int, tuple[Callable[[], Any], object]] = {}
 
     def of(self, model: Any) -> CheckedEngine:
-        """The subject for a path, hub id or ``builtin``, a LoadedModel, the pair that ``mlx_lm.load`` gives, or an engine.
+        """The subject for a path, hub id, server's address or ``builtin``, a LoadedModel, the pair that ``mlx_lm.load`` gives, or an engine.
 
         Raises CheckSubjectInvalid for anything else, and what loading raises.
         """
@@ -76,6 +76,10 @@ class CheckedEngines:
 
     def _by_name(self, name: str) -> CheckedEngine:
         path = Path(name).expanduser()
+        if is_address(name):
+            if name not in self._named:
+                self._named[name] = CheckedEngine(open_named(SERVER, name, {}), name, True, object())
+            return self._named[name]
         # A path of its own in every scenario: one that is kept is run from another folder.
         place = str(path.resolve()) if path.is_dir() and not name.startswith("builtin") else name
         if place not in self._named:

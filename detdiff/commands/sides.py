@@ -197,7 +197,7 @@ def merged(both: str, own: str) -> str:
     Raises ScenarioFlagError, ScenarioKeyUnknown and ScenarioTypeError.
     """
     given = parse_flags(own)
-    shared = [word for word in shlex.split(both) if word.partition("=")[0] not in given]
+    shared = [word for word in shlex.split(both) if not parse_flags(shlex.quote(word)).keys() <= given.keys()]
     return f"{shlex.join(shared)} {own}"
 
 

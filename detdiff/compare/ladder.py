@@ -196,6 +196,8 @@ def _answer(aligned: Aligned, done: Pass) -> Divergence:
     whole = not not_compared and not workload and all(request.identical for request in requests)
     whole = whole and runs.a.complete and runs.b.complete
     whole = whole and not any(run.header["observer"].get("equal") is False for run in (runs.a, runs.b))
+    # Requests that were to run together and did not say nothing about running together.
+    whole = whole and not any(run.unmet for run in (runs.a, runs.b))
     return Divergence(
         identical=stage is None and whole,
         inconclusive=stage is None and not whole,

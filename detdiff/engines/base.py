@@ -54,6 +54,8 @@ STATIC: Final = "static"
 CONTINUOUS: Final = "continuous"
 PREFILL_CHUNK: Final = "prefill_chunk"
 TEXT: Final = "text"
+# Where it is.
+ADDRESS: Final = "address"
 
 TRACE_CAPABILITIES: Final = (
     TOKENS,

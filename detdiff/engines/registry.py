@@ -19,10 +19,12 @@ from detdiff.scenario import Scenario
 
 GROUP: Final = "detdiff.engines"
 DEFAULT: Final = "mlx"
+SERVER: Final = "server"
 BUILT_IN: Final[Mapping[str, str]] = {
     "mlx": "detdiff.engines.mlx.engine:open_mlx",
     "transformers": "detdiff.engines.transformers.engine:open_transformers",
     "llama.cpp": "detdiff.engines.llama_cpp.engine:open_llama",
+    "server": "detdiff.engines.server.engine:open_server",
     "function": "detdiff.engines.function.engine:open_function",
 }
 """Found without installation metadata, so that a source tree works."""

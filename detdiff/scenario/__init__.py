@@ -1,7 +1,7 @@
 """A scenario says everything about a run: model, requests, schedule, speculation, cache, kernel plan, capture."""
 
 from detdiff.scenario.keys import nearest, parse_flags, toml_text
-from detdiff.scenario.scenario import Scenario, located
+from detdiff.scenario.scenario import Scenario, is_address, located
 from detdiff.scenario.settings import (
     LAYOUTS,
     SCHEDULES,
@@ -27,6 +27,7 @@ __all__ = [
     "Scenario",
     "Schedule",
     "Speculation",
+    "is_address",
     "located",
     "nearest",
     "parse_flags",

@@ -317,7 +317,7 @@ def parse_flags(flags: str) -> dict[str, Any]:
     Words are split as a shell does. A key that takes true or false may stand alone for true. ``engine.KEY=VALUE`` is a
     setting of the engine, JSON where it can be read so and text elsewhere. Lists are
     separated by commas: ``arrivals=0,5``, ``window_sites=layers.0.*,lm_head``; a range is ``3..9`` or
-    ``3,9``; the token ids of several requests are separated by semicolons: ``tokens=1,2,3;4,5``.
+    ``3,9``; ``static:8`` and ``schedule=static:8`` are short for ``schedule=static active=8``; the token ids of several requests are separated by semicolons: ``tokens=1,2,3;4,5``.
 
     Raises ScenarioFlagError for text that cannot be read so, ScenarioKeyUnknown and ScenarioTypeError.
     """
@@ -326,7 +326,7 @@ def parse_flags(flags: str) -> dict[str, Any]:
     except ValueError as error:
         raise ScenarioFlagError(f"{flags!r} cannot be split into words ({error}); close it.") from None
     result: dict[str, Any] = {}
-    for word in words:
+    for word in _schedules_apart(words):
         name, equals, text = word.partition("=")
         kind = known(name, FLAG_KEYS).kind
         if name in result:
@@ -339,6 +339,18 @@ def parse_flags(flags: str) -> dict[str, Any]:
             value = text
         result[name] = _checked(name, value, kind)
     return result
+
+
+def _schedules_apart(words: Iterable[str]) -> Iterable[str]:
+    """``words`` with the number of a schedule as a word of its own."""
+    for word in words:
+        short = re.fullmatch(r"(?:schedule=)?(serial|static|continuous)(?::([0-9]+))?", word)
+        if short is None:
+            yield word
+            continue
+        yield f"schedule={short[1]}"
+        if short[2] is not None:
+            yield f"active={short[2]}"
 
 
 def toml_text(keys: Mapping[str, Any]) -> str:

@@ -50,6 +50,7 @@ from detdiff.scenario.settings import (
 
 MLX = "mlx"
 LLAMA = "llama.cpp"
+SERVER = "server"
 NEED_A_MODEL = (MLX, "transformers")
 
 
@@ -58,7 +59,8 @@ class Scenario:
     """A run, whole. ``force_tokens`` is a trace's directory: a request is fed what it generated there under the same id.
 
     ``engine`` is an engine's name or ``package.module:factory``, ``engine_settings`` is what it is given, JSON values
-    without null; ``model`` may be "" where the engine has one of its own. The engine llama.cpp knows no other layout than
+    without null; ``model`` may be "" where the engine has one of its own. A server's address as the model of the engine mlx means
+    the engine server, whose schedule static runs batches of ``active`` requests after each other. The engine llama.cpp knows no other layout than
     packed, so its schedule has that.
 
     Raises RequestsMissing, RequestIdRepeated, ScenarioConflict and ScenarioRangeError.
@@ -77,6 +79,8 @@ class Scenario:
     engine_settings: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
+        if self.engine == MLX and is_address(self.model):
+            object.__setattr__(self, "engine", SERVER)
         check_name("engine", self.engine)
         settings = typed({"engine": {**self.engine_settings, "name": self.engine}}, RUN_KEYS)["engine"]
         if "name" in self.engine_settings:
@@ -104,7 +108,12 @@ class Scenario:
                     "which starts all at once; remove the arrival, or use schedule continuous."
                 )
         active = self.schedule.active
-        if self.schedule.kind == "static" and active is not None and active < len(places):
+        if (
+            self.schedule.kind == "static"
+            and active is not None
+            and active < len(places)
+            and self.engine != SERVER
+        ):
             raise ScenarioConflict(
                 f"active is {active} and schedule is static, which starts all {len(places)} "
                 "requests at once; remove active, or use schedule continuous."
@@ -240,8 +249,13 @@ def located(where: str) -> Iterator[None]:
         raise type(error)(f"{where}: {error}") from None
 
 
+def is_address(model: str) -> bool:
+    """Whether a model is named by a server's address, which the engine server asks."""
+    return model.startswith(("http://", "https://"))
+
+
 def _model_path(model: str, folder: Path) -> str:
-    if not model or model in ("builtin", "builtin-draft"):
+    if not model or is_address(model) or model in ("builtin", "builtin-draft"):
         return model
     path = folder / os.path.expanduser(model)
     # Absolute, so that a trace can be replayed from another folder. What does not exist may be a hub id.

@@ -99,6 +99,12 @@ class Trace:
         return dict(self.header.get("lacks", {}))
 
     @property
+    def unmet(self) -> bool:
+        """Whether requests that were sent to a server together were seen not to run together."""
+        server = self.header.get("server")
+        return isinstance(server, dict) and server.get("met") is False
+
+    @property
     def engine(self) -> str:
         """The name of the engine that wrote it."""
         return str(self.header.get("engine", {"name": "mlx"})["name"])

@@ -1,0 +1,472 @@
+"""The engine ``server``: requests sent to an address under a schedule, and their answers as a trace."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+from detdiff.engines import base
+from detdiff.engines.base import Begin, RunOptions, request_header, wanted_values
+from detdiff.engines.function import EngineRequest
+from detdiff.engines.function.answers import Answer, answer
+from detdiff.engines.function.steps import AnsweredBatch, AnswerKinds, StepWriter
+from detdiff.errors import EngineRefuses, ServerRefused
+from detdiff.scenario import CachePlan, KernelPlan, Request, Scenario, nearest
+
+from .answers import ServerAnswer
+from .asking import Asking, messages_of
+from .client import ServerClient
+from .kinds import KINDS, FoundServer, detect
+from .settings import ServerAddress, ServerSettings
+from .together import Evidence, at_once, evidence, poisson
+
+NAME: Final = "server"
+_REASONS: Final = {
+    base.RESET: "what it served before cannot be taken back from outside",
+    base.SITES: "a server shows answers, and no place inside the model",
+    base.INPUTS: "a server shows answers, and no place inside the model",
+    base.VALUES: "a server shows answers, and no place inside the model",
+    base.CACHE: "a server shows no cache",
+    base.KERNEL_PATHS: "a server does not say what computes its answers",
+    base.ROWS_SEEN: "a server does not say how many rows (M) its calls had",
+    base.FORWARDS: "a server does not say what was in its batches; forwards here stand for steps of requests that were sent together",
+}
+
+
+class ServerEngine:
+    """A server at an address, asked over HTTP.
+
+    Token ids are the server's where it names them; else numbers of the tokens' bytes, or, where it answers with text alone, the
+    text's code points (``lacks.tokens``). A prompt is token ids where the server has a tokenizer to ask and takes ids.
+    """
+
+    name = NAME
+
+    def __init__(self, address: ServerAddress, settings: ServerSettings, given: Mapping[str, Any]) -> None:
+        self.settings: Mapping[str, Any] = dict(given)
+        self._address, self._own = address, settings
+        if settings.kind and settings.kind not in KINDS:
+            raise EngineRefuses(
+                f"engine.kind is {settings.kind!r}, which is no kind of server; {nearest(settings.kind, KINDS)} Correct it, or "
+                "leave it out and the server is asked."
+            )
+        self._client = ServerClient(address, settings)
+        self._found = self._detected()
+        self.kind = self._found.kind
+        self._model = self._chosen()
+        self.identity: Mapping[str, Any] = self._identity(self._found)
+        self._texts: dict[int, str] = {}
+        self.asks_text = not (self.kind.tokenize and self.kind.takes_ids)
+        """Whether prompts go to the server as text."""
+        found = {
+            base.TOKENS, base.SERIAL, base.STATIC, base.CONTINUOUS, base.SAMPLING, base.ADDRESS,
+        }  # fmt: skip
+        found |= {base.LOGITS} if self.kind.values else set()
+        found |= {base.RESET} if self.kind.reset else set()
+        found |= set() if self.asks_text else {base.TEXT}
+        self.capabilities = frozenset(found)
+
+    def _detected(self) -> FoundServer:
+        def ask(path: str) -> tuple[int, Mapping[str, str], Any]:
+            status, headers, found = self._client.get(path)
+            if status in (401, 403):
+                raise ServerRefused(
+                    f"{self._address.root}{path} answered with the status {status}: it wants a token, or another one. Name the "
+                    "environment variable that holds it with engine.token_env=NAME."
+                )
+            return status, {name.lower(): value for name, value in headers.items()}, found
+
+        return detect(ask, self._own.kind)
+
+    def _chosen(self) -> str:
+        models = self._found.models
+        if self._own.model:
+            if models and self._own.model not in models and self.kind.name not in ("mlx_lm", "transformers"):
+                raise ServerRefused(
+                    f"{self._address.root} has no model {self._own.model!r}; it names {', '.join(models[:8])}. Correct engine.model."
+                )
+            return self._own.model
+        if self.kind.name == "mlx_lm":
+            return "default_model"
+        if len(models) > 1:
+            raise ServerRefused(
+                f"{self._address.root} has {len(models)} models ({', '.join(models[:8])}); expected one, or its name. Say "
+                "engine.model=NAME."
+            )
+        return models[0] if models else "default"
+
+    def _identity(self, found: FoundServer) -> dict[str, Any]:
+        named = {"name": self._model, "server": found.kind.name}
+        return {**named, "version": found.version} if found.version else named
+
+    def environment(self) -> dict[str, Any]:
+        return {**base.machine(), "httpx2": base.version("httpx2")}
+
+    def lacks(self, capability: str) -> str:
+        if capability == base.TEXT:
+            return f"{self.kind.name} does not give token ids of a text, or takes none as a prompt"
+        if capability == base.LOGITS:
+            return f"{self.kind.name} answers with text alone"
+        return _REASONS.get(capability, f"a server cannot be told of {capability}")
+
+    def encode(self, text: str, chat: bool) -> list[int]:
+        """The server's token ids of a prompt. Raises EngineRefuses where it gives none."""
+        if self.asks_text or chat:
+            raise EngineRefuses(
+                f"{self.kind.name} at {self._address.root} gives no token ids of "
+                f"{'chat messages' if chat else 'a text'} that it takes as a prompt; give prompts as texts."
+            )
+        return list(self._tokens(text))
+
+    def _tokens(self, text: str) -> tuple[int, ...]:
+        body: dict[str, Any] = {"content": text, "add_special": True}
+        if self.kind.name != "llama.cpp":
+            body = {"model": self._model, "prompt": text, "add_special_tokens": True}
+        found = self._client.post(self.kind.tokenize, body)
+        tokens = found.get("tokens") if isinstance(found, Mapping) else None
+        if not isinstance(tokens, list) or not all(type(each) is int and each >= 0 for each in tokens):
+            self._client.invalid(
+                f"{str(found)[:80]!r} as token ids of a text", "a list of them under 'tokens'"
+            )
+        return tuple(tokens)
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(self._texts.get(each, f"<{each}>") for each in ids)
+
+    def check(self, scenario: Scenario) -> None:
+        """Raises EngineRefuses for what a server cannot be told."""
+        schedule = scenario.schedule
+        plain = replace(schedule, kind="serial", active=None, layout="padded") == type(schedule)()
+        told = (
+            ("kernels", scenario.kernels != KernelPlan()),
+            ("a draft", scenario.speculation is not None),
+            ("settings of the cache", scenario.cache != CachePlan()),
+            ("force_tokens", scenario.force_tokens is not None),
+            ("lens", scenario.capture.lens),
+            ("prefill_chunk or row_budget", not plain),
+            ("layout packed", schedule.layout != "padded"),
+            (
+                f"ignore_stop to {self.kind.name}",
+                not self.kind.ignores_stop and any(each.ignore_stop for each in scenario.requests),
+            ),
+            (
+                f"token ids as the prompt to {self.kind.name}",
+                self.asks_text and any(each.prompt is None for each in scenario.requests),
+            ),
+        )
+        wrong = next((what for what, differs in told if differs), None)
+        if wrong is not None:
+            raise EngineRefuses(
+                f"{wrong} cannot be told to the server at {self._address.root}. Leave it out, or set it where the server is started."
+            )
+        if schedule.kind == "continuous" and self._own.arrivals:
+            count = len(scenario.requests)
+            if len(self._own.arrivals) != count:
+                raise EngineRefuses(
+                    f"engine.arrivals has {len(self._own.arrivals)} numbers and there are {count} requests; give one for each."
+                )
+
+    def reset(self) -> None:
+        """Have the server forget what it cached."""
+        self._client.post_empty(self.kind.reset)
+
+    def run(self, scenario: Scenario, begin: Begin, options: RunOptions) -> Mapping[str, Any]:
+        """See `base.Engine.run`. Raises ServerUnreachable, ServerRefused, ServerAnswerInvalid and EngineAnswerInvalid; what was
+        answered until then stays readable."""
+        if options.overrides != base.Overrides():
+            raise EngineRefuses("A server was asked for an override; expected none. Leave it out.")
+        self._same("before the run")
+        run = _ServerRun(self, scenario, begin, options)
+        run.all()
+        self._same("after it")
+        return run.told()
+
+    def _same(self, when: str) -> None:
+        """Raises ServerRefused where another server, version or model is at the address."""
+        now = self._detected()
+        found = self._identity(now)
+        if self._model in self._found.models and self._model not in now.models:
+            found["name"] = ", ".join(now.models[:8]) or "without a model"
+        if found != self.identity:
+            raise ServerRefused(
+                f"{self._address.root} was {self.identity} when it was opened and is {found} {when}: it was started again as "
+                "another one. Nothing can be said of it as one server; run again."
+            )
+
+    def asking(self, top: int) -> Asking:
+        """How requests are asked, with so many of the likeliest tokens."""
+        return Asking(self._client, self.kind, self._own, self._model, top)
+
+    def prompt(self, request: Request) -> tuple[int, ...]:
+        """The prompt's ids in a trace: token ids, or code points of the text where the server gives none."""
+        if request.tokens is not None:
+            return request.tokens
+        text = request.prompt or ""
+        if self.asks_text or request.chat:
+            if request.chat:
+                text = "\n".join(str(each["content"]) for each in messages_of(text))
+            return tuple(map(ord, text)) or (0,)
+        return self._tokens(text)
+
+    def learn(self, found: ServerAnswer) -> None:
+        """Remember the texts of an answer's token ids."""
+        for key, text in found.texts():
+            self._texts.setdefault(key, text)
+
+    def text(self, token: int) -> str:
+        return self._texts.get(token, "")
+
+    @property
+    def client(self) -> ServerClient:
+        return self._client
+
+    @property
+    def own(self) -> ServerSettings:
+        return self._own
+
+
+class _ServerRun:
+    """One run of a scenario: batches asked, answers written as they come."""
+
+    def __init__(self, engine: ServerEngine, scenario: Scenario, begin: Begin, options: RunOptions) -> None:
+        self._engine, self._scenario, self._begin, self._options = engine, scenario, begin, options
+        self._asking = engine.asking(scenario.capture.top)
+        self._asked = [
+            EngineRequest(each.id, engine.prompt(each), each.max_tokens, 0, each.prompt)
+            for each in scenario.requests
+        ]
+        self._answers: dict[int, Answer] = {}
+        self._found: dict[int, ServerAnswer] = {}
+        self._waiting: list[AnsweredBatch] = []
+        self._writer: Any = None
+        self._written: StepWriter | None = None
+        self._came: list[list[Sequence[float]]] = []
+        self._rehearsed = False
+        self._kinds: AnswerKinds
+        self._again = dict(engine.client.again)
+        self._started, self._clock = time.time(), time.perf_counter()
+        self._tokens = 0
+
+    def all(self) -> None:
+        """Run every batch and write it."""
+        numbers = range(len(self._asked))
+        kind, size = self._scenario.schedule.kind, self._scenario.schedule.active
+        if kind == "serial":
+            for number in numbers:
+                self._batch([number])
+        elif kind == "static":
+            step = size or len(self._asked)
+            for first in range(0, len(self._asked), step):
+                self._batch(list(numbers[first : first + step]))
+        else:
+            self._batch(list(numbers), self._starts(), size)
+        if self._waiting:
+            self._open()
+
+    def _starts(self) -> list[float]:
+        own, requests = self._engine.own, self._scenario.requests
+        if own.arrivals:
+            return list(own.arrivals)
+        if own.rate:
+            return poisson(len(requests), own.rate, own.seed)
+        return [each.arrival * own.tick for each in requests]
+
+    def _batch(self, numbers: list[int], starts: Sequence[float] = (), active: int | None = None) -> None:
+        rehearse = (
+            len(numbers) > 1
+            and not (self._engine.kind.streams_values and self._engine.own.stream)
+            and self._engine.own.rehearse
+        )
+        if rehearse:
+            seen = self._together(numbers, starts, active, values=False)
+            self._came.append([found.came for found in seen.values()])
+            self._rehearsed = True
+        found = self._together(numbers, starts, active, values=True)
+        if not rehearse:
+            self._came.append([each.came for each in found.values()])
+
+    def _together(
+        self, numbers: list[int], starts: Sequence[float], active: int | None, *, values: bool
+    ) -> dict[int, ServerAnswer]:
+        jobs = [self._job(number, values) for number in numbers]
+        self._engine.client.stopped = False
+        if len(jobs) == 1 and not starts:
+            return {numbers[0]: self._kept([numbers[0]], [jobs[0]()], values)[0]}
+        outcome = at_once(jobs, starts, active, self._engine.client.stop)
+        done = [place for place in range(len(jobs)) if place in outcome.done]
+        found = [outcome.done[place] for place in done]
+        # What was answered before a failure stays readable.
+        self._kept([numbers[place] for place in done], found, values)
+        if outcome.failed is not None:
+            raise outcome.failed
+        return dict(zip(numbers, found, strict=True))
+
+    def _job(self, number: int, values: bool) -> Callable[[], ServerAnswer]:
+        request, tokens = self._scenario.requests[number], self._asked[number].tokens
+        return lambda: self._asking.ask(request, tokens, values=values)
+
+    def _kept(self, numbers: list[int], found: list[ServerAnswer], values: bool) -> list[ServerAnswer]:
+        if not values or not numbers:
+            return found
+        answers = []
+        for number, each in zip(numbers, found, strict=True):
+            self._engine.learn(each)
+            answers.append(answer(each.generation(), self._asked[number], self._engine.kind.name))
+            self._found[number] = each
+        self._answers |= dict(zip(numbers, answers, strict=True))
+        self._waiting.append(AnsweredBatch(tuple(numbers), tuple(answers)))
+        # Only an answer with a token says what answers hold.
+        if self._writer is None and any(each.tokens for each in answers):
+            self._open()
+        elif self._writer is not None:
+            self._write()
+        return found
+
+    def _open(self) -> None:
+        first = next((each for each in self._answers.values() if each.tokens), None)
+        known = {number: each for number, each in self._answers.items() if each.tokens or first is None}
+        self._kinds = AnswerKinds.of(self._engine.kind.name, self._asked, known)
+        lacks = self._kinds.lacks()
+        for capability in (base.SITES, base.ROWS_SEEN, base.CACHE, base.KERNEL_PATHS, base.FORWARDS):
+            lacks[capability] = self._engine.lacks(capability)
+        if base.LOGITS in lacks:
+            lacks[base.LOGITS] = "the server gave no log-probabilities"
+        self._writer = self._begin(
+            {
+                "requests": [
+                    request_header(request, each.tokens)
+                    for request, each in zip(self._scenario.requests, self._asked, strict=True)
+                ],
+                "sites": self._kinds.sites,
+                "lacks": lacks,
+                "notes": self._notes(),
+            }
+        )
+        wanted = wanted_values(self._scenario, self._options)
+        self._written = StepWriter(self._engine.text, self._kinds, self._asked, self._answers, wanted)
+        self._write()
+
+    def _write(self) -> None:
+        assert self._written is not None
+        total = sum(each.max_tokens for each in self._asked)
+        for batch in self._waiting:
+            for number in batch.numbers:
+                self._answers[number] = self._fitting(number)
+            for step in range(max(self._written.steps(number) for number in batch.numbers)):
+                self._written.step(self._writer, batch.numbers, step)
+            self._tokens += sum(len(each.tokens) for each in batch.answers)
+            if self._options.progress is not None:
+                self._options.progress(min(self._tokens, total), total)
+        self._waiting.clear()
+
+    def _fitting(self, number: int) -> Answer:
+        """An answer of the kinds of this run; one without a token fits all. Raises EngineAnswerInvalid."""
+        found = self._answers[number]
+        if not found.tokens:
+            return self._kinds.empty()
+        self._kinds.check(self._engine.kind.name, self._asked[number], found)
+        return found
+
+    def _notes(self) -> list[str]:
+        kind, own = self._engine.kind, self._engine.own
+        notes = list(kind.notes)
+        some = next((each for each in self._found.values() if each.tokens or each.ids), None)
+        if some is not None and not some.ids and any(token.id is None for token in some.tokens):
+            notes.append(
+                "the server names tokens by text alone: their ids here are numbers of their bytes, not a tokenizer's"
+            )
+        if self._engine.asks_text or any(each.chat for each in self._scenario.requests):
+            notes.append(
+                "prompts went to the server as text: positions and ids of a prompt are its characters"
+            )
+        if own.cache != "off":
+            notes.append("prefix caches of the server are as it has them")
+        elif not kind.cache_off:
+            notes.append(
+                f"prefix caches of {kind.name} cannot be switched off from outside: a prompt that it has seen may be answered from a cache"
+            )
+        if kind.sampled_note and any(each.sampling.temperature for each in self._scenario.requests):
+            notes.append(kind.sampled_note)
+        return notes
+
+    def told(self) -> dict[str, Any]:
+        """What the end of the trace says: times, evidence, cached tokens, and what went on beside."""
+        batched = self._scenario.schedule.kind != "serial" and len(self._asked) > 1
+        notes = self._notes()
+        misnamed = sum(each.misnamed for n, each in self._found.items() if self._greedy(n))
+        collided = sum(each.collided for each in self._found.values())
+        if misnamed:
+            notes.append(
+                f"{misnamed} tokens are not the likeliest of their own top list, though decoding is greedy: the server names another "
+                "token than the one it sent (as mlx_lm.server 0.32.2 does where top_logprobs is asked), or gives log-probabilities "
+                "of something else"
+            )
+        if collided:
+            notes.append(
+                f"{collided} top lists are shorter than asked for: they are keyed by text, and tokens of the same text (parts of a "
+                "character) collide"
+            )
+        miscounted = [
+            each
+            for each in self._found.values()
+            if each.counted is not None and each.tokens and abs(each.counted - len(each.tokens)) > 1
+        ]
+        if miscounted:
+            notes.append(
+                f"{len(miscounted)} answers have another number of tokens than the server counts, first {len(miscounted[0].tokens)} "
+                f"and {miscounted[0].counted}"
+            )
+        again = {
+            reason: count - self._again.get(reason, 0)
+            for reason, count in self._engine.client.again.items()
+            if count > self._again.get(reason, 0)
+        }
+        notes += [f"{count} requests were sent again ({reason})" for reason, count in again.items()]
+        seen = self._evidence() if batched else None
+        cached = {
+            self._asked[number].id: each.cached
+            for number, each in sorted(self._found.items())
+            if each.cached is not None
+        }
+        server: dict[str, Any] = {"cached_tokens": cached, "again": again}
+        times: dict[str, Any] = {
+            "started": self._started,
+            "seconds": time.perf_counter() - self._clock,
+            "requests": {
+                self._asked[number].id: [round(at - self._clock, 6) for at in each.came]
+                for number, each in sorted(self._found.items())
+            },
+        }
+        if seen is not None:
+            server["met"] = seen.met
+            times["together"] = seen.to_json()
+            if not seen.met:
+                notes.append(
+                    "the requests that were sent together did not run together, as far as their tokens show: "
+                    f"{seen.most} at most at a time"
+                    if seen.met is False
+                    else "whether the requests ran together was not seen: their answers did not stream"
+                )
+        return {
+            "times": times,
+            "observer": {"forwards": 0, "equal": None},
+            "notes": notes,
+            "server": server,
+        }
+
+    def _greedy(self, number: int) -> bool:
+        return not self._scenario.requests[number].sampling.temperature
+
+    def _evidence(self) -> Evidence:
+        streamed = (self._engine.kind.streams_values and self._engine.own.stream) or self._rehearsed
+        if not streamed:
+            return Evidence(None, 1, 0, "nothing: answers did not stream")
+        by = "tokens of a streamed rehearsal" if self._rehearsed else "times of tokens"
+        return evidence(self._came, by, every=self._scenario.schedule.kind == "static")
+
+
+def open_server(model: str | None, settings: Mapping[str, Any]) -> ServerEngine:
+    """The server at an address. Raises ServerAddressInvalid, EngineRefuses, ServerUnreachable and ServerRefused."""
+    return ServerEngine(ServerAddress.of(model), ServerSettings.of(settings), settings)
