@@ -1,0 +1,143 @@
+"""Answers of vLLM, SGLang and TGI, in the shapes that they document: found out by asking, and read to the last number.
+
+They were written after those documents; no such server ran here.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from local_servers import Reply, models, send_events, send_json, serving
+
+from detdiff import Scenario, record
+from detdiff.engines.registry import open_engine
+from detdiff.trace import Trace
+
+
+def always(value: Any) -> Reply:
+    return lambda handler, _: send_json(handler, value)
+
+
+def _vllm(text: str, id: int, score: float, other: int, last: bool, **more: Any) -> dict[str, Any]:
+    named, second = f"token_id:{id}", f"token_id:{other}"
+    values = {
+        "tokens": [named],
+        "token_logprobs": [score],
+        "top_logprobs": [{named: score, second: score - 1}],
+        "text_offset": [0],
+    }
+    choice = {"index": 0, "text": text, "logprobs": values, "finish_reason": "length" if last else None,
+              "stop_reason": None, "token_ids": [id]}  # fmt: skip
+    return {"id": "cmpl-1", "object": "text_completion", "model": "m", "choices": [choice], **more}
+
+
+VLLM = {
+    "listed": {
+        "/v1/models": models("m", owner="vllm"),
+        "/version": always({"version": "0.32.0"}),
+        "/tokenize": always({"count": 3, "max_model_len": 99, "tokens": [1, 20, 30]}),
+    },
+    "path": "/v1/completions",
+    "stream": [
+        _vllm(" The", 450, -0.25, 7, False, prompt_token_ids=[1, 20, 30]),
+        _vllm(" cat", 6635, -1.5, 8, True),
+        {"id": "cmpl-1", "choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5,
+         "prompt_tokens_details": {"cached_tokens": 2}}},
+    ],
+    "asked": {"return_token_ids": True, "return_tokens_as_token_ids": True, "prompt": [1, 20, 30], "logprobs": 2},
+    "version": "0.32.0",
+}  # fmt: skip
+
+
+def _sglang(text: str, triples: list[Any], tops: list[Any], reason: Any) -> dict[str, Any]:
+    meta = {"id": "a", "finish_reason": reason, "prompt_tokens": 3, "completion_tokens": len(triples), "cached_tokens": 2,
+            "output_token_logprobs": triples, "output_top_logprobs": tops}  # fmt: skip
+    return {"text": text, "output_ids": [each[1] for each in triples], "meta_info": meta}
+
+
+_FIRST, _SECOND = [-0.25, 450, " The"], [-1.5, 6635, " cat"]
+_TOPS = [[_FIRST, [-1.25, 7, " A"]], [_SECOND, [-2.5, 8, " dog"]]]
+SGLANG = {
+    "listed": {
+        "/v1/models": models("m", owner="sglang"),
+        "/get_server_info": always({"version": "0.5.9", "model_path": "m"}),
+        "/tokenize": always({"tokens": [1, 20, 30], "count": 3}),
+        "/flush_cache": always({}),
+    },
+    "path": "/generate",
+    "stream": [
+        _sglang(" The", [_FIRST], _TOPS[:1], None),
+        _sglang(" The cat", [_FIRST, _SECOND], _TOPS, {"type": "length", "length": 2}),
+    ],
+    "asked": {"input_ids": [1, 20, 30], "return_logprob": True, "top_logprobs_num": 2},
+    "version": "0.5.9",
+}
+
+
+def _tgi(index: int, id: int, text: str, score: float, other: int, whole: str | None) -> dict[str, Any]:
+    token = {"id": id, "text": text, "logprob": score, "special": False}
+    second = {"id": other, "text": " x", "logprob": score - 1, "special": False}
+    details = {"finish_reason": "length", "generated_tokens": 2, "seed": None, "input_length": 3}
+    return {"index": index, "token": token, "top_tokens": [token, second], "generated_text": whole,
+            "details": details if whole else None}  # fmt: skip
+
+
+TGI = {
+    "listed": {
+        "/v1/models": models("m", owner="m"),
+        "/info": always({"model_id": "m", "version": "3.3.6", "max_total_tokens": 99, "router": "text-generation-router"}),
+    },
+    "path": "/generate_stream",
+    "stream": [_tgi(1, 450, " The", -0.25, 7, None), _tgi(2, 6635, " cat", -1.5, 8, " The cat")],
+    "asked": {"inputs": "a prompt", "parameters": {"max_new_tokens": 2, "details": True, "top_n_tokens": 2}},
+    "version": "3.3.6",
+    "done": False,
+}  # fmt: skip
+KINDS: dict[str, dict[str, Any]] = {"vllm": VLLM, "sglang": SGLANG, "tgi": TGI}
+
+
+def recorded(name: str, path: Path, stream: list[Any] | None = None) -> tuple[Trace, dict[str, Any]]:
+    """A trace of one request, and what the server was asked."""
+    shape, asked = KINDS[name], {}
+
+    def reply(handler: Any, body: dict[str, Any]) -> None:
+        asked.update(body)
+        send_events(handler, stream or shape["stream"], done=shape.get("done", True))
+
+    with serving({**shape["listed"], shape["path"]: reply}) as address:
+        scenario = Scenario.from_flags(f"{address}/v1", ["a prompt"], "max_tokens=2 top=2")
+        engine = open_engine(scenario)
+        if name == "sglang":
+            engine.reset()
+        return record(scenario, path, engine=engine), asked
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_shape_is_read_to_the_last_number(tmp_path: Path, name: str) -> None:
+    trace, asked = recorded(name, tmp_path / "a")
+    assert trace.header["model"] == {"name": "m", "server": name, "version": KINDS[name]["version"]}
+    generated = trace.generated(lens=False)
+    assert generated.token.tolist() == [450, 6635]
+    assert generated.top_ids.tolist() == [[450, 7], [6635, 8]]
+    assert np.array_equal(generated.top_logits, np.array([[-0.25, -1.25], [-1.5, -2.5]], np.float32))
+    assert KINDS[name]["asked"].items() <= asked.items()
+    cached = trace.header["server"]["cached_tokens"]
+    assert cached == ({} if name == "tgi" else {"r0": 2})
+    assert trace.requests[0]["tokens"] == (list(map(ord, "a prompt")) if name == "tgi" else [1, 20, 30])
+    assert ("cache_salt" in asked) == (name == "vllm")
+
+
+def test_sglang_streams_what_is_new_too(tmp_path: Path) -> None:
+    first = SGLANG["stream"][0]
+    second = _sglang(" cat", [_SECOND], _TOPS[1:], {"type": "length"})
+    second["meta_info"]["completion_tokens"] = 2
+    trace, _ = recorded("sglang", tmp_path / "a", [first, second])
+    assert trace.generated(lens=False).token.tolist() == [450, 6635]
+
+
+def test_salts_of_requests_differ(tmp_path: Path) -> None:
+    salts = {recorded("vllm", tmp_path / str(n))[1]["cache_salt"] for n in range(2)}
+    assert len(salts) == 2
