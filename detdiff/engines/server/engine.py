@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Final
 
 from detdiff.engines import base
@@ -13,14 +12,14 @@ from detdiff.engines.function import EngineRequest
 from detdiff.engines.function.answers import Answer, answer
 from detdiff.engines.function.steps import AnsweredBatch, AnswerKinds, StepWriter
 from detdiff.errors import EngineRefuses, ServerRefused
-from detdiff.scenario import CachePlan, KernelPlan, Request, Scenario, nearest
+from detdiff.scenario import Request, Scenario, nearest
 
 from .answers import ServerAnswer
 from .asking import Asking, messages_of
 from .client import ServerClient
 from .kinds import KINDS, FoundServer, detect
 from .settings import ServerAddress, ServerSettings
-from .together import Evidence, at_once, evidence, poisson
+from .together import TogetherEvidence, at_once, evidence, poisson
 
 NAME: Final = "server"
 _REASONS: Final = {
@@ -137,30 +136,33 @@ class ServerEngine:
 
     def check(self, scenario: Scenario) -> None:
         """Raises EngineRefuses for what a server cannot be told."""
-        schedule = scenario.schedule
-        plain = replace(schedule, kind="serial", active=None, layout="padded") == type(schedule)()
-        told = (
-            ("kernels", scenario.kernels != KernelPlan()),
-            ("a draft", scenario.speculation is not None),
-            ("settings of the cache", scenario.cache != CachePlan()),
-            ("force_tokens", scenario.force_tokens is not None),
-            ("lens", scenario.capture.lens),
-            ("prefill_chunk or row_budget", not plain),
-            ("layout packed", schedule.layout != "padded"),
+        own = (
             (
                 f"ignore_stop to {self.kind.name}",
-                not self.kind.ignores_stop and any(each.ignore_stop for each in scenario.requests),
+                any(each.ignore_stop for each in scenario.requests) and not self.kind.ignores_stop,
             ),
             (
                 f"token ids as the prompt to {self.kind.name}",
                 self.asks_text and any(each.prompt is None for each in scenario.requests),
             ),
         )
-        wrong = next((what for what, differs in told if differs), None)
+        wrong = next((what for what, differs in own if differs), None)
         if wrong is not None:
             raise EngineRefuses(
                 f"{wrong} cannot be told to the server at {self._address.root}. Leave it out, or set it where the server is started."
             )
+        names = (
+            "layout packed",
+            "prefill_chunk",
+            "kernels",
+            "a draft",
+            "settings of the cache",
+            "force_tokens",
+            "lens",
+        )
+        where = f"server at {self._address.root}. Leave it out, or set it where the server is started."
+        base.refuse_untold(scenario, names, where)
+        schedule = scenario.schedule
         if schedule.kind == "continuous" and self._own.arrivals:
             count = len(scenario.requests)
             if len(self._own.arrivals) != count:
@@ -459,10 +461,10 @@ class _ServerRun:
     def _greedy(self, number: int) -> bool:
         return not self._scenario.requests[number].sampling.temperature
 
-    def _evidence(self) -> Evidence:
+    def _evidence(self) -> TogetherEvidence:
         streamed = (self._engine.kind.streams_values and self._engine.own.stream) or self._rehearsed
         if not streamed:
-            return Evidence(None, 1, 0, "nothing: answers did not stream")
+            return TogetherEvidence(None, 1, 0, "nothing: answers did not stream")
         by = "tokens of a streamed rehearsal" if self._rehearsed else "times of tokens"
         return evidence(self._came, by, every=self._scenario.schedule.kind == "static")
 

@@ -78,7 +78,7 @@ def poisson(count: int, rate: float, seed: int) -> list[float]:
 
 
 @dataclass(frozen=True)
-class Evidence:
+class TogetherEvidence:
     """Whether requests that were sent together ran together, seen from outside.
 
     ``met`` is False where a request was answered while no other one of its batch was (of schedule continuous: where that is
@@ -95,7 +95,7 @@ class Evidence:
         return {"met": self.met, "most": self.most, "interleaved": self.interleaved, "by": self.by}
 
 
-def evidence(batches: Sequence[Sequence[Sequence[float]]], by: str, *, every: bool) -> Evidence:
+def evidence(batches: Sequence[Sequence[Sequence[float]]], by: str, *, every: bool) -> TogetherEvidence:
     """From the times of each request's tokens, batch by batch; ``every`` request has to have met another, or one pair at all."""
     most, pairs, met = 1, 0, True
     for batch in batches:
@@ -115,4 +115,4 @@ def evidence(batches: Sequence[Sequence[Sequence[float]]], by: str, *, every: bo
         for _, kind in events:
             running += kind
             most = max(most, running)
-    return Evidence(met if every else pairs > 0, most, pairs, by)
+    return TogetherEvidence(met if every else pairs > 0, most, pairs, by)
