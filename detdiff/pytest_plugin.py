@@ -180,7 +180,7 @@ def _is_engine(marked: Mapping[str, Any]) -> bool:
     model = marked.get("model")
     if model is None or isinstance(model, str | Path):
         return False
-    from detdiff.check.subjects import is_engine
+    from detdiff.check.checked_engines import is_engine
 
     return is_engine(model)
 

@@ -20,8 +20,8 @@ from .settings import SCHEDULES_BY_DEFAULT, CheckedSchedule, CheckSettings, Defa
 if TYPE_CHECKING:
     from _pytest.outcomes import Failed
 
+    from .checked_engines import CheckedEngines, RecordedRuns
     from .op import OpCheck
-    from .subjects import CheckedEngines, RecordedRuns
 else:
     Failed = pytest.fail.Exception
 
@@ -188,10 +188,10 @@ class BatchInvariance:
     ) -> PassedCheck:
         from .invariance import CheckLocation, ModelCheck, prepared
 
-        subjects, recorded = self._opened()
-        subject = subjects.of(asked.model)
+        engines, recorded = self._opened()
+        checked = engines.of(asked.model)
         by_default = asked.schedules is SCHEDULES_BY_DEFAULT
-        tables, wanted = prepared(subject, asked, wanted, by_default=by_default)
+        tables, wanted = prepared(checked, asked, wanted, by_default=by_default)
         if self._keeper is None:
             composition = None if test.composition is None else test.composition.name
             self._keeper = Keeper(
@@ -203,8 +203,8 @@ class BatchInvariance:
             self._defaults.update,
             self._written,
         )
-        check = ModelCheck(subject, asked, tables, recorded, self._keeper, place)
-        return self._ended(asked, wanted, check.failures(wanted), check.tally, subject.label)
+        check = ModelCheck(checked, asked, tables, recorded, self._keeper, place)
+        return self._ended(asked, wanted, check.failures(wanted), check.tally, checked.label)
 
     def _ended(
         self,
@@ -233,7 +233,7 @@ class BatchInvariance:
     def _opened(self) -> tuple[CheckedEngines, RecordedRuns]:
         """What a session shares, made when a model is first checked."""
         if self._shared is None:
-            from .subjects import CheckedEngines, RecordedRuns
+            from .checked_engines import CheckedEngines, RecordedRuns
 
             self._folder = tempfile.TemporaryDirectory(prefix="detdiff-check-", ignore_cleanup_errors=True)
             self._shared = CheckedEngines(), RecordedRuns(Path(self._folder.name))

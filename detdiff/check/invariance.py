@@ -21,6 +21,7 @@ from detdiff.report.words import count, escaped, shown
 from detdiff.scenario import LAYOUTS, Scenario
 from detdiff.trace import Trace
 
+from .checked_engines import CheckedEngine, CheckedEngines, RecordedRuns
 from .failure import (
     CheckCounts,
     CheckFailure,
@@ -42,7 +43,6 @@ from .settings import (
     fitting,
     requests,
 )
-from .subjects import CheckedEngine, CheckedEngines, RecordedRuns
 
 STRUCTURAL: Final = ("workload", "bookkeeping", "dtype", "shape", "tokens")
 """Stages that no rounding can diverge on."""
@@ -188,7 +188,7 @@ class CheckLocation:
 
 
 def prepared(
-    subject: CheckedEngine,
+    checked: CheckedEngine,
     asked: CheckSettings,
     wanted: Sequence[CheckedSchedule],
     *,
@@ -199,9 +199,9 @@ def prepared(
     Schedules ``by_default`` fit the number of prompts. Raises CheckSettingInvalid for what the engine cannot be told, and
     NothingToCheck.
     """
-    engine = subject.engine
-    if not subject.laid_out:
-        _refuse(subject, asked)
+    engine = checked.engine
+    if not checked.laid_out:
+        _refuse(checked, asked)
         # How rows are laid out is the engine's own.
         wanted = list(dict.fromkeys(replace(each, layout=None) for each in wanted))
     vocabulary = engine.identity.get("vocab_size")
@@ -209,7 +209,7 @@ def prepared(
     tables = requests(asked.prompts, encode, vocabulary, max(each.least for each in wanted))
     if by_default:
         wanted = fitting(wanted, len(tables))
-    if not subject.laid_out:
+    if not checked.laid_out:
         for table in tables:
             if "prompt" in table and not getattr(engine, "asks_text", False):
                 # What cannot be encoded is said before anything runs.
@@ -217,7 +217,7 @@ def prepared(
     return tables, list(wanted)
 
 
-def _refuse(subject: CheckedEngine, asked: CheckSettings) -> None:
+def _refuse(checked: CheckedEngine, asked: CheckSettings) -> None:
     """Raises CheckSettingInvalid for what an engine of one's own cannot be told."""
     given = [
         key
@@ -230,7 +230,7 @@ def _refuse(subject: CheckedEngine, asked: CheckSettings) -> None:
     ]
     if given:
         raise CheckSettingInvalid(
-            f"{given[0]} cannot be told to the engine {subject.label}, which is asked for requests under a schedule alone. Leave "
+            f"{given[0]} cannot be told to the engine {checked.label}, which is asked for requests under a schedule alone. Leave "
             "it out, or set it in the engine."
         )
     if asked.level == BOUNDED:
@@ -245,14 +245,14 @@ class ModelCheck:
 
     def __init__(
         self,
-        subject: CheckedEngine,
+        checked: CheckedEngine,
         asked: CheckSettings,
         requests: Sequence[Mapping[str, Any]],
         recorded: RecordedRuns,
         keeper: Keeper | None = None,
         place: CheckLocation | None = None,
     ) -> None:
-        self._subject, self._asked, self._requests = subject, asked, requests
+        self._checked, self._asked, self._requests = checked, asked, requests
         self._recorded, self._keeper, self._place = recorded, keeper, place
         self._fresh: set[str] = set()
         """Layouts whose run alone was recorded for this check."""
@@ -285,17 +285,17 @@ class ModelCheck:
         return found or self.asked_again(wanted[0]) if wanted else found
 
     def _base(self, composition: CheckedSchedule) -> Scenario:
-        layout, engine = composition.layout or LAYOUTS[0], self._subject.engine.name
-        return self._asked.base(self._subject.name, self._requests, layout, engine)
+        layout, engine = composition.layout or LAYOUTS[0], self._checked.engine.name
+        return self._asked.base(self._checked.name, self._requests, layout, engine)
 
     def asked_again(self, composition: CheckedSchedule) -> list[CheckFailure]:
         """Where nothing failed: the first request of an engine of one's own once more, after all others. It may remember."""
-        if self._subject.laid_out or self._asked.level == GOLDEN:
+        if self._checked.laid_out or self._asked.level == GOLDEN:
             return []
         base = self._base(composition)
-        alone = self._recorded.base(self._subject, base).trace
+        alone = self._recorded.base(self._checked, base).trace
         first = replace(base, requests=base.requests[:1])
-        warm = self._recorded.run(self._subject, first, warm=True)
+        warm = self._recorded.run(self._checked, first, warm=True)
         found = compare(alone, warm, requests=[first.requests[0].id])
         shutil.rmtree(warm.path, ignore_errors=True)
         if found.identical or rule(self._asked.level, found, self._no_oracle).passes:
@@ -350,16 +350,16 @@ class ModelCheck:
         """A run against ``base``, its requests alone."""
         if self._asked.level == GOLDEN:
             return self._against_golden(run)
-        alone = self._recorded.base(self._subject, base)
+        alone = self._recorded.base(self._checked, base)
         if alone.fresh:
             self._fresh.add(base.schedule.layout)
-        composed = self._recorded.run(self._subject, run.scenario)
+        composed = self._recorded.run(self._checked, run.scenario)
         seen = self._ruled(alone.trace, composed, run)
-        if not self._subject.laid_out:
+        if not self._checked.laid_out:
             return seen if seen.ruling.passes else self._steady(seen, base, run)
         if not seen.ruling.passes and base.schedule.layout not in self._fresh:
             # The model may have been changed since the run alone was recorded, by this test or by another one.
-            alone = self._recorded.base(self._subject, base, again=True)
+            alone = self._recorded.base(self._checked, base, again=True)
             self._fresh.add(base.schedule.layout)
             seen = self._ruled(alone.trace, composed, run)
             if seen.ruling.passes and not self._repeats(alone.trace, base):
@@ -371,16 +371,16 @@ class ModelCheck:
     def _steady(self, seen: ComparedRun, base: Scenario, run: CompositionRun) -> ComparedRun:
         """Whether it is about the batch: both sides once more. What does not repeat, or remembers, is said instead."""
         assert seen.a is not None
-        again = self._recorded.run(self._subject, base)
+        again = self._recorded.run(self._checked, base)
         if self._same(seen.a, again, run):
-            if self._same(seen.b, self._recorded.run(self._subject, run.scenario), run):
+            if self._same(seen.b, self._recorded.run(self._checked, run.scenario), run):
                 return seen
             why = (
                 "the batch, run again, gives other bits: it does not repeat, so that what the batch changes is not known; look "
                 "for a race"
             )
             return replace(seen, ruling=Ruling((why, *seen.ruling.why)))
-        if self._same(again, self._recorded.run(self._subject, base), run):
+        if self._same(again, self._recorded.run(self._checked, base), run):
             why = (
                 "alone again, after other requests, it gives other bits, and those once more: it depends on what was served "
                 "before (a cache of prefixes, a warm-up, a stale buffer); let the engine have a reset(), or serve each run anew"
@@ -397,16 +397,16 @@ class ModelCheck:
         return rule(self._asked.level, found, self._no_oracle).passes
 
     def _repeats(self, alone: Trace, base: Scenario) -> bool:
-        again = self._recorded.run(self._subject, base)
+        again = self._recorded.run(self._checked, base)
         found = compare(alone, again).identical
         shutil.rmtree(again.path, ignore_errors=True)
         return found
 
     def _ruled(self, alone: Trace, composed: Trace, run: CompositionRun) -> ComparedRun:
-        if not self._subject.laid_out:
-            _same_kinds(alone, composed, self._subject.label)
+        if not self._checked.laid_out:
+            _same_kinds(alone, composed, self._checked.label)
         divergence = compare(alone, composed, requests=run.ids)
-        if not self._subject.laid_out:
+        if not self._checked.laid_out:
             return ComparedRun(
                 alone, composed, divergence, rule(self._asked.level, divergence, self._no_oracle)
             )
@@ -415,13 +415,13 @@ class ModelCheck:
             from detdiff.explain.case import Case
             from detdiff.explain.investigate import judged_origins
 
-            return judged_origins(Case.of(alone, composed, divergence, engine=self._subject.engine), ORIGINS)
+            return judged_origins(Case.of(alone, composed, divergence, engine=self._checked.engine), ORIGINS)
 
         return ComparedRun(alone, composed, divergence, rule(self._asked.level, divergence, oracle))
 
     def _against_golden(self, run: CompositionRun) -> ComparedRun:
         assert self._place is not None
-        made = self._recorded.run(self._subject, portable(run.scenario))
+        made = self._recorded.run(self._checked, portable(run.scenario))
         path = place(self._place.file, self._place.test, run.name)
         found = against_committed(path, made, update=self._place.update, shown=relative(path))
         if not found.why and path in self._place.written:
@@ -439,8 +439,8 @@ class ModelCheck:
             self.tally.tokens += sum(
                 min(request.generated_a, request.generated_b) for request in seen.divergence.requests
             )
-        sites = max(len(seen.b.sites), self.tally.sites.get(self._subject.name, 0))
-        self.tally.sites[self._subject.name] = sites
+        sites = max(len(seen.b.sites), self.tally.sites.get(self._checked.name, 0))
+        self.tally.sites[self._checked.name] = sites
 
     def _failure(
         self, composition: CheckedSchedule, run: CompositionRun, base: Scenario, seen: ComparedRun
@@ -456,7 +456,7 @@ class ModelCheck:
         if seen.a is None or seen.divergence is None:
             return failure
         alone = replace(base, requests=tuple(r for r in base.requests if r.id in run.ids))
-        scenarios = (alone, run.scenario) if self._subject.again and compared else ()
+        scenarios = (alone, run.scenario) if self._checked.again and compared else ()
         part = run.name.removeprefix(composition.name).strip(", ")
         verdict = self._verdict(seen.a, seen.b) if self._asked.explain and compared else None
         failure = replace(failure, verdict=verdict)
@@ -472,7 +472,7 @@ class ModelCheck:
     def _verdict(self, a: Trace, b: Trace) -> Verdict:
         from detdiff.explain import explain
 
-        return explain(a, b, engine=self._subject.engine)
+        return explain(a, b, engine=self._checked.engine)
 
 
 def _together(trace: Trace) -> bool:
@@ -569,16 +569,16 @@ def check_engine(
     asked = CheckSettings(prompts=[list(each.tokens) for each in requests], level=level, seeds=tuple(seeds))
     wanted = [CheckedSchedule.of(each, None) if isinstance(each, str) else each for each in compositions]
     with tempfile.TemporaryDirectory(prefix="detdiff-check-") as folder:
-        subject = CheckedEngines().of(engine)
-        _refuse(subject, asked)
+        checked = CheckedEngines().of(engine)
+        _refuse(checked, asked)
         tables = [
             {"id": each.id, "tokens": list(each.tokens), "max_tokens": each.max_tokens} for each in requests
         ]
-        check = ModelCheck(subject, asked, tables, RecordedRuns(Path(folder)))
+        check = ModelCheck(checked, asked, tables, RecordedRuns(Path(folder)))
         found = []
         for composition in wanted:
             runs = list(check.seen(composition))
-            found.append(_composed(composition.name, subject.label, runs))
+            found.append(_composed(composition.name, checked.label, runs))
         again = check.asked_again(wanted[0]) if all(each.identical for each in found) else []
         return [replace(each, why=again[0].why) for each in found] if again else found
 
@@ -591,14 +591,14 @@ def check_scenario(engine: Any, scenario: Scenario, level: str = EXACT) -> Check
     """
     asked = CheckSettings(level=level)
     with tempfile.TemporaryDirectory(prefix="detdiff-check-") as folder:
-        subject = CheckedEngines().of(engine)
-        _refuse(subject, asked)
-        check = ModelCheck(subject, asked, (), RecordedRuns(Path(folder)))
+        checked = CheckedEngines().of(engine)
+        _refuse(checked, asked)
+        check = ModelCheck(checked, asked, (), RecordedRuns(Path(folder)))
         alone = scenario.with_changes(
             schedule="serial", layout="padded", arrivals=None, active=None, row_budget=None
         )
         run = CompositionRun(scenario.schedule.kind, scenario)
-        return _composed(scenario.schedule.kind, subject.label, [(run, check.seen_of(run, alone))])
+        return _composed(scenario.schedule.kind, checked.label, [(run, check.seen_of(run, alone))])
 
 
 def _composed(

@@ -15,8 +15,8 @@ from runs import model, patched
 from tiers import THOROUGH, examples, some_now
 from toy_engine import Faulty, Packed
 
+from detdiff.check.checked_engines import against_alone
 from detdiff.check.invariance import check_scenario
-from detdiff.check.subjects import against_alone
 from detdiff.engines.function import EngineRequest
 from detdiff.engines.mlx.packed import PackedEngine
 from detdiff.engines.mlx.requests import prepare

@@ -260,12 +260,12 @@ def _run(
             if session is not None:
                 session.override_paths(SingleRowPaths(session.operations.chooser.planned))
     # What cannot be recorded is said before there is a trace.
-    subject = _subject(scenario, models.target, work, sessions, options)
+    settings = _recording_settings(scenario, models.target, work, sessions, options)
     total = sum(w.max_tokens for w in work)
     seen = FirstLogits(_observed(scenario, options))
     started, clock = time.time(), time.perf_counter()
     writer = begin(_header(scenario, models, work, sessions))
-    recorder = Recorder(writer, sessions.target.sites, subject, sessions.sites.get(DRAFT))
+    recorder = Recorder(writer, sessions.target.sites, settings, sessions.sites.get(DRAFT))
     count = 0
 
     def on_token(request: int, index: int, token: int) -> None:
@@ -346,7 +346,7 @@ def _roles(loaded: LoadedModel) -> dict[str, Any]:
     )
 
 
-def _subject(
+def _recording_settings(
     scenario: Scenario, loaded: LoadedModel, work: list[Work], sessions: Sessions, options: RunOptions
 ) -> RecordingSettings:
     def text(token: int) -> str:

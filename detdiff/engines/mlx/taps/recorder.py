@@ -156,19 +156,19 @@ class Recorder:
     """Implements what the sessions of one run call while they record: that of the target, and of the draft if any."""
 
     def __init__(
-        self, writer: TraceWriter, sites: SiteMap, subject: RecordingSettings, draft: SiteMap | None = None
+        self, writer: TraceWriter, sites: SiteMap, settings: RecordingSettings, draft: SiteMap | None = None
     ) -> None:
         """``draft`` are the sites of the draft model, placed after ``sites``."""
         self._writer = writer
         self._maps = {TARGET: sites} if draft is None else {TARGET: sites, DRAFT: draft}
         self._ports = sum(len(each.ports) for each in self._maps.values())
-        self._subject = subject
-        capture = subject.capture
+        self._settings = settings
+        capture = settings.capture
         self._on_device = capture.digest == "device" or (
             capture.digest == "auto" and mx.default_device() == mx.gpu
         )
         self._digesters = {
-            model: Digester(each, subject.selection.get(model)) for model, each in self._maps.items()
+            model: Digester(each, settings.selection.get(model)) for model, each in self._maps.items()
         }
         self._pending: deque[ForwardRecord] = deque()
         self._record: ForwardRecord | None = None
@@ -194,7 +194,7 @@ class Recorder:
                     self._tokens.verified[segment.request, position] = forward.index
         for found in wraps(forward, cache):
             self.event("wrap", model=forward.model, **found)
-        budget = self._subject.capture.memory_mb << 20
+        budget = self._settings.capture.memory_mb << 20
         # Up to LAG + 1 forwards are held at once.
         self._eager = forward.rows * sites.bytes_per_row * (LAG + 1) > budget
         if self._eager:
@@ -249,12 +249,12 @@ class Recorder:
         if record is None:
             return
         forward = record.forward
-        if self._subject.lens is not None and forward.logits_used and forward.model == TARGET:
+        if self._settings.lens is not None and forward.logits_used and forward.model == TARGET:
             port = record.sites.ports[key, "out"]
             rows = self._answering(forward)
             if len(rows[0]):
                 hidden = record.arrays[port][mx.array(rows[2]), mx.array(rows[3])]
-                record.lens.append(self._subject.lens(hidden))
+                record.lens.append(self._settings.lens(hidden))
         if self._eager:
             self._digesters[forward.model].flush(record)
 
@@ -278,7 +278,7 @@ class Recorder:
 
     def token(self, request: int, index: int, token: int) -> None:
         """The engine's answer: token ``index`` (from 0) of a request."""
-        position = self._subject.prompt_lengths[request] - 1 + index
+        position = self._settings.prompt_lengths[request] - 1 + index
         self._tokens.chosen[request, position] = (index, token)
         self._emit(request, position)
 
@@ -320,7 +320,7 @@ class Recorder:
     def _answering(self, forward: Forward) -> tuple[Any, Any, Any, Any]:
         """(requests, positions, slots, columns) of the rows whose logits may choose a token."""
         table = ForwardRows.of(forward.segments)
-        lengths = np.array(self._subject.prompt_lengths, np.int64)
+        lengths = np.array(self._settings.prompt_lengths, np.int64)
         keep = table.position >= lengths[table.request] - 1
         return table.request[keep], table.position[keep], table.slot[keep], table.column[keep]
 
@@ -379,7 +379,7 @@ class Recorder:
             columns = np.array([place[int(c)] for c in columns], np.int64)
         if not len(requests):
             return
-        k = self._subject.capture.top
+        k = self._settings.capture.top
         ids, logits = top(as_float32(record.logits)[slots, columns], k)
         lens = [as_float32(layer) for layer in record.lens]
         for i, (request, position) in enumerate(zip(requests.tolist(), positions.tolist(), strict=True)):
@@ -427,4 +427,4 @@ class Recorder:
             number = int(token)
             if number not in self._texts:
                 self._texts.add(number)
-                self._writer.text(number, self._subject.text(number))
+                self._writer.text(number, self._settings.text(number))

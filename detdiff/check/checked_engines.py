@@ -53,7 +53,8 @@ class CheckedEngines:
         self._objects: dict[int, tuple[Callable[[], Any], object]] = {}
 
     def of(self, model: Any) -> CheckedEngine:
-        """The subject for a path, hub id, server's address or ``builtin``, a LoadedModel, the pair that ``mlx_lm.load`` gives, or an engine.
+        """The engine of a path, hub id, server's address or ``builtin``, a LoadedModel, the pair that ``mlx_lm.load`` gives, or
+        an engine.
 
         Raises CheckSubjectInvalid for anything else, and what loading raises.
         """
@@ -139,22 +140,22 @@ class RecordedRuns:
         self._count = 0
         self._bases: dict[tuple[Any, str], Trace] = {}
 
-    def base(self, subject: CheckedEngine, scenario: Scenario, *, again: bool = False) -> SerialRun:
+    def base(self, checked: CheckedEngine, scenario: Scenario, *, again: bool = False) -> SerialRun:
         """The run of ``scenario``, from an earlier check where there is one, unless it is to be recorded ``again``."""
-        key = (subject.key, scenario.to_toml())
+        key = (checked.key, scenario.to_toml())
         known = self._bases.get(key)
         if known is not None and not again:
             return SerialRun(known, False)
-        self._bases[key] = self.run(subject, scenario)
+        self._bases[key] = self.run(checked, scenario)
         return SerialRun(self._bases[key], True)
 
-    def run(self, subject: CheckedEngine, scenario: Scenario, *, warm: bool = False) -> Trace:
+    def run(self, checked: CheckedEngine, scenario: Scenario, *, warm: bool = False) -> Trace:
         """Record ``scenario`` on an engine that was reset, where it can be, unless it is to be ``warm``. Raises what recording
         raises."""
         self._count += 1
-        if not warm and RESET in subject.engine.capabilities and not subject.laid_out:
-            subject.engine.reset()
-        return record(scenario, self._folder / str(self._count), engine=subject.engine, options=_OPTIONS)
+        if not warm and RESET in checked.engine.capabilities and not checked.laid_out:
+            checked.engine.reset()
+        return record(scenario, self._folder / str(self._count), engine=checked.engine, options=_OPTIONS)
 
 
 def against_alone(scenario: Scenario, engine: Any = None) -> Divergence:
