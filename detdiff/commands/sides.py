@@ -283,7 +283,7 @@ def recorded(
                 path = (keep or Path(folder)) / side.name
                 if side.fed:
                     source = source.with_changes(force_tokens=str(traces[0].path))
-                if across_models or across_engines:
+                if across_models:
                     engines.only_for(source)
                 with progress(f"run {side.name}") as on_token:
                     traces.append(record_trace(source, path, on_token, engines, kept=keep is not None))

@@ -191,7 +191,6 @@ class LlamaDecoder:
             given[name].reshape(position + 1, config.kv_heads, config.head_width).swapaxes(0, 1)
             for name in ("rope_k", "v")
         )
-        first = 0 if config.window is None else max(0, position + 1 - config.window)
-        bias = np.where(np.arange(position + 1) >= first, 0.0, -np.inf)[None, None]
+        bias = np.zeros((1, 1, position + 1))
         query = given["rope_q"].reshape(1, config.heads, config.head_width)
         return AttentionOperation(query, keys, values, config.attention_scale, bias)

@@ -64,7 +64,8 @@ class Configuration:
     """What a decoder computes beside its weights.
 
     ``rope_scale`` multiplies positions; ``rope_divisors`` are those of the frequencies, or None; ``rope_width`` is how many
-    items of a head are rotated. ``window``: how many positions a row sees, None for all. ``embedding_scale`` multiplies
+    items of a head are rotated. ``window``: how many positions a row sees where some layer sees less than all, else None.
+    ``tied``: the head is the embedding, whatever else the file holds. ``embedding_scale`` multiplies
     embeddings, ``norm_offset`` is added to the norms' weights. ``unknown`` says of roles why they cannot be judged.
     """
 
@@ -86,6 +87,7 @@ class Configuration:
     rope_scale: float = 1.0
     rope_divisors: tuple[float, ...] | None = None
     window: int | None = None
+    tied: bool = False
     unknown: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -118,9 +120,9 @@ class ModelFile:
 
         Raises OracleRefused where the file has none.
         """
+        if role == "head" and (self.configuration.tied or self._tensor(role, None, "weight") is None):
+            role = "embedding"
         found = self._tensor(role, layer, "weight")
-        if found is None and role == "head":
-            role, found = "embedding", self._tensor("embedding", None, "weight")
         if found is None:
             raise OracleRefused(
                 f"The model's file {self.path} has no {self._name(role, layer)}.weight, which feeds {role}. Give the file that was "
@@ -239,7 +241,8 @@ def _configured(config: Mapping[str, Any]) -> Configuration:
     rope = config.get("rope_parameters") or {}
     scaling = config.get("rope_scaling") or rope
     base = float(rope.get("rope_theta", config.get("rope_theta", 10000.0)))
-    rotated = int(width * float(config.get("partial_rotary_factor", 1.0)))
+    share = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+    rotated = int(width * float(share))
     act = str(config.get("hidden_activation") or config.get("hidden_act") or "silu")
     if act not in _ACTIVATIONS:
         raise OracleRefused(
@@ -270,6 +273,7 @@ def _configured(config: Mapping[str, Any]) -> Configuration:
         rope_scale=scale,
         rope_divisors=divisors,
         window=None if window is None else int(window),
+        tied=config.get("tie_word_embeddings") is True,
         unknown=unknown,
     )
 

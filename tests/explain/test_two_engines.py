@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 from decoders import CONFIGS, INNER, WIDTH, directory, in_torch, on_mlx
 from numpy.typing import NDArray
 
-from detdiff import Scenario, Verdict, explain
+from detdiff import Scenario, Verdict, explain, record
 from detdiff.engines.base import Engine
 from detdiff.explain.controls.roles import RolesFigures
 
@@ -181,6 +182,49 @@ def test_another_attention_kernel_and_another_dtype_are_inside_too(tmp_path: Pat
     verdict = explained(on_mlx(whole), in_torch(half, attention="sdpa"))
     assert verdict.kind == "numerics", (verdict.sentence, verdict.missing)
     assert found(verdict).nearer == "a" and "run a (mlx) is nearer to float64" in verdict.sentence
+
+
+def test_a_head_that_the_file_holds_beside_a_tied_one_is_not_what_is_judged_by(tmp_path: Path) -> None:
+    def untied(made: dict[str, NDArray[np.float32]]) -> None:
+        made["lm_head.weight"] = made["model.embed_tokens.weight"] * 2
+
+    path = directory(tmp_path / "model", "tied", changed=untied)
+    verdict = explained(on_mlx(path), on_mlx(path, swapped))
+    assert [each["role"] for each in found(verdict).outside_where] == ["gate", "up"]
+
+
+def test_a_run_that_was_fed_given_tokens_is_judged_by_what_it_was_fed(tmp_path: Path) -> None:
+    path = directory(tmp_path / "model")
+    other = directory(tmp_path / "other", changed=larger)
+    asked = Scenario.from_dict(
+        {"model": "small", "request": [{"tokens": list(PROMPT)}], "max_tokens": 6, "ignore_stop": True}
+    )
+    engines = on_mlx(path), on_mlx(path)
+    fed = record(asked, tmp_path / "fed", engine=on_mlx(other, swapped))
+    own = record(asked, tmp_path / "own", engine=engines[0])
+    assert fed.generated().token.tolist() != own.generated().token.tolist()
+    forced = asked.with_changes(force_tokens=str(tmp_path / "fed"), layout="packed")
+    verdict = explain(
+        forced, forced, engine=(engines[0], on_mlx(path, other_scale)), across_engines=True, repeats=1
+    )
+    assert {(each["run"], each["role"]) for each in found(verdict).outside_where} == {("b", "attention")}
+
+
+def test_rows_beyond_a_window_are_not_judged(tmp_path: Path) -> None:
+    from detdiff.explain.controls.roles import _last
+    from detdiff.explain.decoder import LlamaDecoder
+    from detdiff.explain.model_file import ModelFile
+
+    path = directory(tmp_path / "model")
+    trace = record(
+        Scenario.from_dict({"model": "small", "request": [{"tokens": list(PROMPT)}], "max_tokens": 4}),
+        tmp_path / "trace",
+        engine=on_mlx(path),
+    )
+    whole = LlamaDecoder(ModelFile.open(path))
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"sliding_window": 4, "use_sliding_window": True}))
+    assert (_last(trace, 0, whole), _last(trace, 0, LlamaDecoder(ModelFile.open(path)))) == (10, 3)
 
 
 def larger(made: dict[str, NDArray[np.float32]]) -> None:

@@ -118,6 +118,15 @@ def test_one_file_in_both_is_numerics_with_every_operation_inside(
         assert found.nearer == "b" and "run b (mlx) is nearer to float64" in verdict.sentence
 
 
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_1"])
+def test_blocks_that_mlx_keeps_as_groups_are_the_same_model(kind: str, tmp_path: Path) -> None:
+    need_llama()
+    file = KnownModel(layers=2, kind=kind).write(tmp_path / "model.gguf")
+    import_gguf(file, tmp_path / "model", dtype="f32", packed=True)
+    verdict = explained(file, tmp_path / "model")
+    assert (verdict.kind, verdict.rule) == ("numerics", "roles"), (verdict.sentence, verdict.missing)
+
+
 FAULTS: dict[str, tuple[FaultyFile, str, int]] = {
     "another RoPE base": (FaultyFile(base=500000.0), "rope_q", 0),
     "gate and up swapped": (FaultyFile(changed=swapped), "gate", 1),

@@ -240,7 +240,9 @@ class _JudgedRun:
         return Arithmetic(path, DTYPES[dtype], backend, rows)  # type: ignore[arg-type]
 
     def tokens(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """What the request's rows had to be fed: its prompt, and what it generated."""
+        """What the request's rows had to be fed: its prompt, and what it generated, or the tokens that it was given."""
+        if self.trace.scenario.get("force_tokens") is not None:
+            return self.trace.row_index().token[self.rows[positions]].astype(np.int64)
         generated = self.trace.generated(lens=False)
         mine = generated.request == self.request
         made = generated.token[mine][np.argsort(generated.index[mine])]
@@ -255,6 +257,9 @@ def _last(trace: Trace, request: int, decoder: LlamaDecoder) -> int:
     row = 4 * (config.layers * (7 * config.hidden + attended + 3 * config.inner) + 2 * config.vocabulary)
     index = trace.row_index()
     most = int(index.position[index.request == request].max(initial=0))
+    if config.window is not None:
+        # Which layers see less than all is another matter for each type of model.
+        most = min(most, config.window - 1)
     return min(most, max(ROWS, BYTES // row))
 
 
@@ -538,7 +543,7 @@ def _files(a: LlamaDecoder, b: LlamaDecoder) -> str:
         return ""
     one, other = vars(a.configuration), vars(b.configuration)
     # The same checkpoint may be of another type, and hold its norms' weights less one.
-    for name in one.keys() - {"model_type", "unknown", "norm_offset"}:
+    for name in one.keys() - {"model_type", "unknown", "norm_offset", "tied"}:
         if not _alike(one[name], other[name]):
             return f"the models' files differ: {name} is {one[name]} in a and {other[name]} in b"
     for key in a.keys():
