@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Final
 
 from .controls.finite import FiniteFigures
 from .controls.neighbours import NeighbourFigures
@@ -10,7 +11,10 @@ from .controls.oracle import OracleFigures
 from .controls.pin_kernels import PinKernelsFigures
 from .controls.repeat import RepeatFigures
 from .controls.roles import RolesFigures
-from .facts import Facts, seen
+from .facts import Facts, rows_seen, seen
+
+PROBED: Final = frozenset({"mlx", "transformers"})
+"""Engines whose operations ``detdiff probe`` runs."""
 
 
 def say_nothing(facts: Facts) -> str:
@@ -244,6 +248,16 @@ def _held_how(facts: Facts) -> str:
     return f"Held ({how}), nothing differs."
 
 
+def _shows_paths(facts: Facts) -> bool:
+    """Whether an engine says which of its kernels computed what."""
+    divergence = facts.divergence
+    return divergence is None or not any("kernel_paths" in run.lacks for run in (divergence.a, divergence.b))
+
+
+def _rows(count: int | None) -> str:
+    return f"{count:,} row{'' if count == 1 else 's'}"
+
+
 def _change(facts: Facts) -> str:
     origin = facts.origin
     if origin is None:
@@ -254,6 +268,10 @@ def _change(facts: Facts) -> str:
         if rule
     ]
     because = f" ({'; '.join(rules)})" if rules else ""
+    if not _shows_paths(facts):
+        rows = [rows_seen(origin, run) for run in "ab"]
+        if None not in rows:
+            return f"{origin.site} was computed for {_rows(rows[0])} in a and for {_rows(rows[1])} in b."
     return f"{origin.site} took {seen(origin, 'a')} in a and {seen(origin, 'b')} in b{because}."
 
 
@@ -278,10 +296,10 @@ def advise_path(facts: Facts) -> str:
     )
     cost = pinned and pinned.cost
     more = f" Here that cost: {cost}." if cost else ""
-    return (
-        f"Where the text must not depend on the batch, pin the kernels: {how}.{more} `detdiff probe` measures on your machine at "
-        "which number of rows the bits change and what each number costs."
-    )
+    advice = f"Where the text must not depend on the batch, pin the kernels: {how}.{more}"
+    if not _shows_paths(facts):
+        return advice
+    return f"{advice} `detdiff probe` measures on your machine at which number of rows the bits change and what each number costs."
 
 
 def advise_worse(facts: Facts) -> str:

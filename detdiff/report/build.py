@@ -109,7 +109,7 @@ def _differences(divergence: Divergence, verdict: Verdict | None, series: Series
         if request.flip is not None and request.text is None:
             flip_lines(flip, request, request.flip)
             _sampling(flip, divergence, request)
-            flip_forward_lines(flip, request)
+            flip_forward_lines(flip, request, divergence)
         outcome_lines(flip, request)
         agreement_lines(flip, request)
         for each in () if verdict is None else verdict.evidence:

@@ -317,7 +317,7 @@ def _outside(flip: Flip) -> str:
     return ", ".join(places)
 
 
-def flip_forward_lines(page: Page, request: RequestDivergence) -> None:
+def flip_forward_lines(page: Page, request: RequestDivergence, divergence: Divergence) -> None:
     """Who was in the flip's own forward, on which paths, and what arose there."""
     forward = request.flip_forward
     if forward is None:
@@ -327,10 +327,14 @@ def flip_forward_lines(page: Page, request: RequestDivergence) -> None:
         False: "kernel paths differ",
         None: "kernel paths not recorded on both sides",
     }[forward.paths_equal]
+    uses = f" (a: {_uses(forward.paths_a)}; b: {_uses(forward.paths_b)})"
+    if any("kernel_paths" in run.lacks for run in (divergence.a, divergence.b)):
+        # What is written there is one word for whatever computed it.
+        paths, uses = "kernel paths not shown", ""
     page.item(
         "  the flip's forward: ",
-        f"a: {composition(forward.composition_a)}; b: {composition(forward.composition_b)}; {paths} "
-        f"(a: {_uses(forward.paths_a)}; b: {_uses(forward.paths_b)}); {count(forward.origins, 'origin')} there"
+        f"a: {composition(forward.composition_a)}; b: {composition(forward.composition_b)}; {paths}{uses}; "
+        f"{count(forward.origins, 'origin')} there"
         + (": inherited" if request.inherited else "" if forward.differing else ", and no difference either"),
     )
 

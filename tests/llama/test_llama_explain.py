@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,7 +75,10 @@ def test_another_kernel_for_more_rows_is_numerics_and_goes_with_pinned_rows(f16:
         assert results[name] == result, next(each.sentence for each in verdict.controls if each.name == name)
     assert results["patch_in"] in ("removed", "remains", "no_effect", "no_differing_entries")
     assert verdict.kind == "numerics", verdict.sentence
+    assert f"{origin.site} was computed for 1 row in a and for {origin.rows_b} rows in b" in verdict.sentence
     assert "each row decoded in a call of its own" in verdict.sentence
+    # That command runs no operation of this engine.
+    assert "pin the kernels" in verdict.advice and "probe" not in verdict.advice
 
 
 def test_blocks_of_eight_bits_are_the_same_in_every_batch(tmp_path: Path) -> None:
@@ -110,14 +114,58 @@ class ChangedEntry(ContextFault):
         context.decode = changing
 
     def _change(self, nodes: Any) -> None:
-        plan, action = nodes._plan, WRITE_K if self.kind == "K" else WRITE_V
-        node = int(np.flatnonzero((plan[:, 1] == action) & (plan[:, LAYER] == self.layer))[0])
-        stored = StoredEntries(
-            GgmlTensor.from_address(nodes.address(node)), nodes.cells.shape[2], int(plan[node, KV_SIZE]),
-            int(plan[node, HEADS]), int(plan[node, ENTRY]),
-        )  # fmt: skip
-        size = int(plan[node, ENTRY]) // 32 if self.whole else 1 << 20
-        stored.at(self.cell, self.head).flat[-1::-size] ^= 0x80
+        stored, size = stored_entries(nodes, self.layer, self.kind)
+        step = size // 32 if self.whole else size
+        # The sign of a number: nothing that rounding would make.
+        stored.at(self.cell, self.head).flat[-1::-step] ^= 0x80
+
+
+def stored_entries(nodes: Any, layer: int, kind: str) -> tuple[StoredEntries, int]:
+    """Where a layer's keys or values lie, and the bytes of an entry."""
+    plan, action = nodes._plan, WRITE_K if kind == "K" else WRITE_V
+    node = int(np.flatnonzero((plan[:, 1] == action) & (plan[:, LAYER] == layer))[0])
+    size = int(plan[node, ENTRY])
+    written = GgmlTensor.from_address(nodes.address(node))
+    return StoredEntries(
+        written, nodes.cells.shape[2], int(plan[node, KV_SIZE]), int(plan[node, HEADS]), size
+    ), size
+
+
+class LeakedEntry(ContextFault):
+    """A fault: after the second batch a value of one sequence is what another one holds there."""
+
+    def install(self, context: Any, nodes: Any) -> None:
+        decode, done = context.decode, itertools.count(1)
+
+        def leaking(rows: Any) -> None:
+            decode(rows)
+            if next(done) == 2:
+                stored, _ = stored_entries(nodes, 0, "V")
+                stored.at(2, 0)[...] = stored.at(context.cells_of_stream + 2, 0)
+
+        context.decode = leaking
+
+
+class AnotherEachTime(ChangedEntry):
+    """A fault: each run changes another head."""
+
+    def install(self, context: Any, nodes: Any) -> None:
+        self.head = 1 - self.head
+        super().install(context, nodes)
+
+
+def test_what_another_request_left_in_the_cache_is_found_by_its_text(f16: Path) -> None:
+    scenario = asked(f16, "schedule=static", PROMPTS[:2])
+    case = Case.of(scenario, scenario, injected_faults=((), (LeakedEntry(),)))
+    control = run_control(case, "neighbour_content")
+    assert control.result == "differs", control.sentence
+    assert control.detail["request"] == "r0" and control.detail["entry_kind"] in (None, "V")
+
+
+def test_a_run_that_is_another_each_time_does_not_repeat(f16: Path) -> None:
+    scenario = asked(f16, ONE_BY_ONE, PROMPTS[:1])
+    case = Case.of(scenario, scenario, injected_faults=((), (AnotherEachTime(0, "V", 0, cell=5, batches=2),)))
+    assert run_control(case, "repeat").result == "differs"
 
 
 @pytest.mark.parametrize(
