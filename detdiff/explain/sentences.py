@@ -225,8 +225,9 @@ def say_precision(facts: Facts) -> str:
 
 def say_worse(facts: Facts) -> str:
     far = _oracle(facts).far or {}
+    path = f" ({far['path']})" if _shows_paths(facts) else ""
     return (
-        f"Rounding, and one path is far worse than the other: run {far['worse']} ({far['path']}) is {far['ratio']:.3g} times as far "
+        f"Rounding, and one path is far worse than the other: run {far['worse']}{path} is {far['ratio']:.3g} times as far "
         f"from float64 as the other, an error of the size of {far['precision']}: sums in less precision than they need. {_change(facts)} "
         f"{_held_how(facts)}"
     )
@@ -304,6 +305,11 @@ def advise_path(facts: Facts) -> str:
 
 def advise_worse(facts: Facts) -> str:
     far = _oracle(facts).far or {}
+    if not _shows_paths(facts) and facts.origin is not None:
+        first = (
+            f"Have {facts.origin.site} sum in float32 where a setting of the engine asks for such a kernel"
+        )
+        return f"{first}, or keep to what the other run does. {advise_path(facts)}"
     return f"Let {far['path']} sum in float32, or keep to the path of the other run: {advise_path(facts)}"
 
 
