@@ -457,6 +457,8 @@ def test_llama_cpp_is_packed_without_being_asked() -> None:
     padded = Scenario.from_dict(minimal(schedule="static"))
     assert padded.with_changes(engine="llama.cpp").schedule.layout == "packed"
     assert found.with_changes(engine="mlx").schedule.layout == "packed"
+    # Whose cache has settings of its own; the engine refuses these by name.
+    assert Scenario.from_dict({**asked, "kv_bits": 4}).cache.kv_bits == 4
     for change in (
         lambda: Scenario.from_dict({**asked, "layout": "padded"}),
         lambda: found.with_changes(layout="padded"),

@@ -395,7 +395,8 @@ def _check_uses(scenario: Scenario) -> None:
             )
     for name in ("kv_bits", "reuse_tokens"):
         value = getattr(cache, name)
-        if value is not None and not (padded and serial):
+        # llama.cpp's own cache is none of mlx-lm's; the engine says so.
+        if value is not None and not (padded and serial) and scenario.engine != LLAMA:
             raise ScenarioConflict(
                 f"{name} is {value}, layout is {schedule.layout} and schedule is {schedule.kind}, and mlx-lm does that "
                 f"for one request at a time only; remove {name}, or use layout padded and schedule serial."

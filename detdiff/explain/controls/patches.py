@@ -114,7 +114,8 @@ def _patch(case: Case, side: Side, results: tuple[str, str]) -> Outcome:
     if pair.ends["a"] != pair.ends["b"]:
         figures["positions_held"] = dict(pair.ends)
     if not pair.differing:
-        sentence = f"every cache entry that {case.focus.id} could read before the forward of the flip is equal in both runs"
+        forward = "the forward of the flip" if case.focus.flip is not None else "its deciding forward"
+        sentence = f"every cache entry that {case.focus.id} could read before {forward} is equal in both runs"
         return Outcome("no_differing_entries", sentence, PatchFigures(**figures))
     if pair.own["a"] == pair.own["b"]:
         sentence = f"{len(pair.differing):,} cache entries differ, and the deciding row of {case.focus.id} gives the same bits in both runs"
