@@ -33,7 +33,7 @@ ANCHORS = (
     ("In the beginning", 64),
     ("Now these are the names of", 128),
 )
-QUIET = ("And it came to pass in those days,", 64)
+QUIET = ("And it came to pass in those days,", 40)
 QUIET_FOLLOWER = "And the king said unto the people, Hear ye the word of the LORD, and"
 HELD = 1024
 OWN = """\

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from mlx_lm.models import rope_utils
 from mlx_lm.models.activations import precise_swiglu
 from operands import BITS, DTYPES, MX, Float64, given, read, rows, weights, widened
-from tiers import examples
+from tiers import examples, first_of_each, some_now
 
 from detdiff.engines.mlx.taps.kernel_plan import weight_of
 from detdiff.errors import OracleRefused
@@ -32,6 +32,11 @@ LINEAR = [name for name in kernel_names() if name not in ATTENTION]
 KINDS = ("normal", "wide", "cancelling", "subnormal")
 # Of random data, the share of its bound that the worst of an operation's elements must reach.
 TELLING = 1e-3
+
+
+def library(name: str) -> str:
+    """What a kernel is of: ``ggml-cuda`` of ``ggml-cuda/mmvq``."""
+    return name.partition("/")[0]
 
 
 class Record:
@@ -56,7 +61,7 @@ class Record:
             assert self.tightest[kind] > telling, (kind, self.tightest[kind])
 
 
-@pytest.mark.parametrize("name", LINEAR)
+@pytest.mark.parametrize("name", some_now(LINEAR, *first_of_each(map(library, LINEAR))))
 def test_reference_kernels_stay_within_the_bound_of_their_order(name: str) -> None:
     """10,000 outputs and more of every kernel, each a sum of its own, in all dtypes and formats that it takes."""
     rng = np.random.default_rng(7)
@@ -275,7 +280,7 @@ CALLS = [
 ]
 
 
-@pytest.mark.parametrize("name", ATTENTION)
+@pytest.mark.parametrize("name", some_now(ATTENTION, *first_of_each(map(library, ATTENTION))))
 def test_reference_attention(name: str) -> None:
     rng = np.random.default_rng(11)
     record = Record()

@@ -109,7 +109,7 @@ def test_what_is_spent_is_what_was_run(runs: Runs) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "kernels"), some_now([("packed", "candle-metal"), ("padded", "mlx-metal")], 1)
+    ("layout", "kernels"), some_now([("packed", "candle-metal"), ("padded", "mlx-metal")])
 )
 def test_verification_in_one_block_against_one_by_one(tmp_path: Path, layout: str, kernels: str) -> None:
     loaded, draft = model("llama"), tiny("llama", "f32", seed=5)

@@ -73,7 +73,6 @@ def test_sums_in_less_precision_part_where_the_kernels_do(recorded: Recorded) ->
             assert request.origin is not None and request.origin.position == prompt - 1
 
 
-@pytest.mark.thorough
 def test_narrow_inputs_part_at_the_first_layer_that_rounds(recorded: Recorded) -> None:
     for seed in SEEDS:
         trial = CASES[5].trial(seed)

@@ -101,6 +101,7 @@ def test_what_was_finished_runs_nothing_again(whole: Reduction, tmp_path: Path) 
     assert told == []
 
 
+@pytest.mark.thorough
 def test_a_budget_ends_it_and_a_larger_one_goes_on(whole: Reduction, tmp_path: Path) -> None:
     found = reduced(small(), tmp_path / "smaller", budget=3)
     assert not found.finished and found.tried == 3
