@@ -191,6 +191,9 @@ def _answer(aligned: Aligned, done: Pass) -> Divergence:
     found |= {"bookkeeping"} if bookkeeping_diverged else set()
     # Other settings diverge nothing by themselves, but where something diverges they come first.
     found |= {"workload"} if pairing.workload and found - {None} else set()
+    across = by_role(runs.a, runs.b, done.pairs, pairing.pairs) if aligned.across_engines else None
+    if across is not None and any(each.largest for each in across.roles):
+        found |= {"bits"}
     stage = next((stage for stage in STAGES if stage in found), None)
     workload = (*pairing.workload, *done.pairs.findings)
     whole = not not_compared and not workload and all(request.identical for request in requests)
@@ -198,6 +201,8 @@ def _answer(aligned: Aligned, done: Pass) -> Divergence:
     whole = whole and not any(run.header["observer"].get("equal") is False for run in (runs.a, runs.b))
     # Requests that were to run together and did not say nothing about running together.
     whole = whole and not any(run.unmet for run in (runs.a, runs.b))
+    # Equal tokens and highest logits say little of what led to them.
+    whole = whole and (across is None or bool(across.roles))
     return Divergence(
         identical=stage is None and whole,
         inconclusive=stage is None and not whole,
@@ -213,7 +218,7 @@ def _answer(aligned: Aligned, done: Pass) -> Divergence:
         a=_run(runs.a, len(runs.log_a)),
         b=_run(runs.b, len(runs.log_b)),
         across_models=aligned.across_models,
-        across_engines=by_role(runs.a, runs.b, done.pairs, pairing.pairs) if aligned.across_engines else None,
+        across_engines=across,
     )
 
 

@@ -6,6 +6,7 @@ site that no pattern names has no role.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -143,8 +144,8 @@ def _without(sites: Sequence[Site], with_role: set[str]) -> tuple[str, ...]:
     names: dict[str, int] = {}
     for site in sites:
         if site.name not in with_role:
-            name = site.name if site.layer is None else site.name.replace(f".{site.layer}", ".*", 1)
-            name = name if site.layer is None else name.replace(f"-{site.layer}.", "-*.", 1)
+            # The first number that is the layer's is taken for it.
+            name = re.sub(rf"(?<!\d){site.layer}(?!\d)", "*", site.name, count=1)
             names[name] = names.get(name, 0) + 1
     return tuple(name if count == 1 else f"{name} ({count})" for name, count in names.items())
 

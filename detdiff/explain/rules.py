@@ -56,7 +56,7 @@ def _observed(facts: Facts) -> bool:
 
 
 def _incomplete(facts: Facts) -> bool:
-    return facts.divergence is not None and facts.divergence.inconclusive
+    return facts.divergence is not None and facts.divergence.inconclusive and not _across_engines(facts)
 
 
 def _quantised_apart(facts: Facts) -> bool:

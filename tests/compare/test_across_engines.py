@@ -124,6 +124,18 @@ def test_values_of_one_role_are_compared_whatever_the_sites_are_called(tmp_path:
     assert "no role departs" in divergence_text(found) and len(series(a, b, found).requests) == 1
 
 
+def test_equal_tokens_and_logits_are_identical_with_equal_values_alone(tmp_path: Path) -> None:
+    def found(name: str, other: Values, kept: bool = True) -> tuple[bool, bool, str | None]:
+        a = written(tmp_path / name / "a", "one", ONE, values(), kept=kept)
+        b = written(tmp_path / name / "b", "other", OTHER, other, kept=kept)
+        answer = compare(a, b, across_engines=True)
+        return answer.identical, answer.inconclusive, answer.stage
+
+    assert found("equal", values()) == (True, False, None)
+    assert found("near", nearly(values())) == (False, False, "bits")
+    assert found("unknown", values(), kept=False) == (False, True, None)
+
+
 def test_a_role_that_departs_is_named_and_is_no_verdict(tmp_path: Path) -> None:
     # What follows is as far off, which its inputs explain.
     wrong = nearly(values(), rope_q_1=0.3, attn_norm_2=0.3, q_2=0.3, rope_q_2=0.3)

@@ -113,7 +113,8 @@ def _request(case: Case) -> str:
     """The request of the first flip, or of the shortest prompt where that one's is long."""
     common = [each for each in case.ids("a") if each in case.ids("b")]
     lengths = {str(each["id"]): len(each["tokens"]) for each in case.a.requests}
-    first = case.focus.id
+    diverged = any(each.stage is not None for each in case.divergence.requests)
+    first = case.focus.id if diverged else common[0]
     return first if lengths[first] <= 256 else min(common, key=lambda id: lengths[id])
 
 
