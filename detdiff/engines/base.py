@@ -274,6 +274,35 @@ class PortRows:
     kept: NDArray[np.bool_] | None = None
 
 
+def llama_roles(prefix: str) -> dict[str, list[tuple[str, str]]]:
+    """Where the values of each role are, as (site pattern, port) with what is recorded first, in models that are built and named
+    as llama is; ``prefix`` is what comes before ``layers``. How positions are turned is each engine's own to say."""
+    layer = f"{prefix}layers.*."
+    attention, mlp = f"{layer}self_attn.", f"{layer}mlp."
+    return {
+        # Some models multiply the embedding before the first layer.
+        "embedding": [(f"{prefix}layers.0.input_layernorm", "in"), (f"{prefix}embed_tokens", "out")],
+        "attn_norm": [(f"{layer}input_layernorm", "out")],
+        **{name: [(f"{attention}{name}_proj", "out")] for name in ("q", "k", "v")},
+        "q_norm": [(f"{attention}q_norm", "out")],
+        "k_norm": [(f"{attention}k_norm", "out")],
+        "rope_q": [(f"{attention}attention", "in")],
+        "rope_k": [(f"{attention}cache.write", "k")],
+        "attention": [(f"{attention}attention", "out")],
+        "o": [(f"{attention}o_proj", "out")],
+        "residual": [(f"{layer}post_attention_layernorm", "in")],
+        "mlp_norm": [(f"{layer}post_attention_layernorm", "out")],
+        "gate": [(f"{mlp}gate_proj", "out")],
+        "up": [(f"{mlp}up_proj", "out")],
+        "activation": [(f"{mlp}down_proj", "in")],
+        "down": [(f"{mlp}down_proj", "out")],
+        "block": [(f"{prefix}layers.{number}", "out") for number in ("?", "??", "???")],
+        "final_norm": [(f"{prefix}norm", "out")],
+        "head": [("lm_head", "out")],
+        "logits": [("logits", "out")],
+    }
+
+
 def decoder_roles(
     model_type: str,
     places: Mapping[str, Sequence[tuple[str, str]]],

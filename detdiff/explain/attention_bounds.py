@@ -47,7 +47,7 @@ class AttentionOperation:
         quantised = self.key_size is not None
         own = self.roundings or attending(arithmetic, rows, keys, width, heads, kv_heads, quantised)
         plain = AttentionRoundings(
-            (), (), ((width + 3, "float32"),), (), 3, 0, 1, ((2 * keys + 4, "float32"),)
+            score=((width + 3, "float32"),), apart=3, power=1, sums=((2 * keys + 4, "float32"),)
         )
         out = np.empty((4, rows, heads, value_width))
         empty = np.zeros((rows, heads, value_width), np.bool_)
@@ -246,7 +246,7 @@ Count = tuple[int, str]
 """So many roundings to that dtype."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class AttentionRoundings:
     """The roundings of one attention kernel.
 
@@ -260,12 +260,12 @@ class AttentionRoundings:
     that is held in another dtype on the way; ``running`` is the dtype of an output that every key is added to in turn.
     """
 
-    query: tuple[Count, ...]
-    cached: tuple[Count, ...]
+    query: tuple[Count, ...] = ()
+    cached: tuple[Count, ...] = ()
     score: tuple[Count, ...]
-    scores: tuple[Count, ...]
+    scores: tuple[Count, ...] = ()
     apart: int
-    whole: int
+    whole: int = 0
     power: int
     sums: tuple[Count, ...]
     weights: tuple[Count, ...] = ()
@@ -327,12 +327,9 @@ def _mlx_cpu(dtype: str, keys: int, width: int) -> AttentionRoundings:
     softmax and 2c5fe62 mlx/backend/cpu/simd/math.h exp: a factor log2 e, a floor, and a polynomial of six steps.
     """
     return AttentionRoundings(
-        query=(),
-        cached=(),
         score=((width + 1, "float32"),),
         scores=((2, dtype),),
         apart=3,
-        whole=0,
         power=8,
         sums=((2 * keys + 6, "float32"),),
         weights=((1, dtype),),
@@ -346,12 +343,10 @@ def _quantised(dtype: str, keys: int, width: int) -> AttentionRoundings:
     Read in mlx-lm 0.32.2 models/base.py quantized_scaled_dot_product_attention.
     """
     return AttentionRoundings(
-        query=(),
         cached=((3, dtype),),
         score=((width + 1, dtype),),
         scores=((2, dtype),),
         apart=3,
-        whole=0,
         power=8,
         sums=((keys + 6, "float32"), (keys + 1, dtype)),
         weights=((1, dtype),),
@@ -365,12 +360,9 @@ def _unfused(order: Unfused, dtype: str, keys: int, width: int) -> AttentionRoun
     # A thread's own sum (four a round, and a factor between rounds), two trees, and the evening out.
     sums = 4 * rounds + 2 * rounds + 10 + 6 + threads // 32 // 16
     return AttentionRoundings(
-        query=(),
-        cached=(),
         score=((width + 1, "float32"),),
         scores=((2, dtype),),
         apart=3,
-        whole=0,
         power=1,
         sums=((keys + sums + 4, "float32"),),
         weights=((1, dtype),),
@@ -388,11 +380,9 @@ def _streams(order: Streams, dtype: str, keys: int, width: int) -> AttentionRoun
     total = 2 * (3 * stream + joins)
     return AttentionRoundings(
         query=((4, "float32"),),
-        cached=(),
         score=((ceil(width / 32) + 7, "float32"),),
         scores=((2, "float32"),),
         apart=4,
-        whole=0,
         power=1,
         sums=((total, "float32"),),
         held=((1, dtype),) if order.partials == "dtype" else (),
@@ -412,7 +402,6 @@ def _tiles(order: Tiles, dtype: str, keys: int, width: int) -> AttentionRounding
     half = order.half_output and dtype == "bfloat16"
     return AttentionRoundings(
         query=query,
-        cached=(),
         score=((width + 3, "float32"),),
         scores=((3, "float32"),),
         apart=5,
@@ -438,7 +427,6 @@ def _dealt(order: Dealt, dtype: str, keys: int, width: int) -> AttentionRounding
         score=((width // 4 + 8, "float32"),),
         scores=((3, "float32"),),
         apart=4,
-        whole=0,
         power=1,
         sums=((numerator + denominator + 2 * joins + 6, "float32"),),
     )

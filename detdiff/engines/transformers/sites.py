@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
+from detdiff.engines import base
 from detdiff.trace import Site
 
 PROBES: Final = ((2, 5), (3, 7))
@@ -19,32 +20,8 @@ PROBES: Final = ((2, 5), (3, 7))
 Shape = tuple[int, ...]
 
 
-_LAYER: Final = "model.layers.*."
-ROLES: Final[dict[str, list[tuple[str, str]]]] = {
-    # Some models multiply the embedding before the first layer.
-    "embedding": [("model.layers.0.input_layernorm", "in"), ("model.embed_tokens", "out")],
-    "attn_norm": [(f"{_LAYER}input_layernorm", "out")],
-    "q": [(f"{_LAYER}self_attn.q_proj", "out")],
-    "k": [(f"{_LAYER}self_attn.k_proj", "out")],
-    "v": [(f"{_LAYER}self_attn.v_proj", "out")],
-    "q_norm": [(f"{_LAYER}self_attn.q_norm", "out")],
-    "k_norm": [(f"{_LAYER}self_attn.k_norm", "out")],
-    # Positions are turned between modules: what attention and the cache are given is what came of it.
-    "rope_q": [(f"{_LAYER}self_attn.attention", "in")],
-    "rope_k": [(f"{_LAYER}self_attn.cache.write", "k")],
-    "attention": [(f"{_LAYER}self_attn.attention", "out")],
-    "o": [(f"{_LAYER}self_attn.o_proj", "out")],
-    "residual": [(f"{_LAYER}post_attention_layernorm", "in")],
-    "mlp_norm": [(f"{_LAYER}post_attention_layernorm", "out")],
-    "gate": [(f"{_LAYER}mlp.gate_proj", "out")],
-    "up": [(f"{_LAYER}mlp.up_proj", "out")],
-    "activation": [(f"{_LAYER}mlp.down_proj", "in")],
-    "down": [(f"{_LAYER}mlp.down_proj", "out")],
-    "block": [("model.layers.?", "out"), ("model.layers.??", "out"), ("model.layers.???", "out")],
-    "final_norm": [("model.norm", "out")],
-    "head": [("lm_head", "out")],
-    "logits": [("logits", "out")],
-}
+# Positions are turned between modules: what attention and the cache are given is what came of it.
+ROLES: Final = base.llama_roles("model.")
 """Where the values of each role are, in models that are built as llama is."""
 
 

@@ -23,6 +23,7 @@ from mlx_lm.models import cache as cache_module
 from mlx_lm.models import switch_layers
 from mlx_lm.models.cache import CacheList, make_prompt_cache
 
+from detdiff.engines import base
 from detdiff.errors import LayoutError
 from detdiff.trace import Site
 
@@ -33,31 +34,10 @@ EMBEDDING_CLASSES = ("Embedding", "QuantizedEmbedding")
 SWITCH_CLASSES = ("SwitchLinear", "QuantizedSwitchLinear")
 
 
-_LAYER = "layers.*."
-ROLES: dict[str, list[tuple[str, str]]] = {
-    # Some models multiply the embedding before the first layer.
-    "embedding": [("layers.0.input_layernorm", "in"), ("embed_tokens", "out")],
-    "attn_norm": [(f"{_LAYER}input_layernorm", "out")],
-    "q": [(f"{_LAYER}self_attn.q_proj", "out")],
-    "k": [(f"{_LAYER}self_attn.k_proj", "out")],
-    "v": [(f"{_LAYER}self_attn.v_proj", "out")],
-    "q_norm": [(f"{_LAYER}self_attn.q_norm", "out")],
-    "k_norm": [(f"{_LAYER}self_attn.k_norm", "out")],
-    "rope_q": [(f"{_LAYER}self_attn.rope.q", "out"), (f"{_LAYER}self_attn.attention", "in")],
-    "rope_k": [(f"{_LAYER}self_attn.rope.k", "out"), (f"{_LAYER}self_attn.cache.write", "k")],
-    "attention": [(f"{_LAYER}self_attn.attention", "out")],
-    "o": [(f"{_LAYER}self_attn.o_proj", "out")],
-    "residual": [(f"{_LAYER}post_attention_layernorm", "in")],
-    "mlp_norm": [(f"{_LAYER}post_attention_layernorm", "out")],
-    "gate": [(f"{_LAYER}mlp.gate_proj", "out")],
-    "up": [(f"{_LAYER}mlp.up_proj", "out")],
-    "activation": [(f"{_LAYER}mlp.down_proj", "in")],
-    "down": [(f"{_LAYER}mlp.down_proj", "out")],
-    "block": [("layers.?", "out"), ("layers.??", "out"), ("layers.???", "out")],
-    "final_norm": [("norm", "out")],
-    "head": [("lm_head", "out"), ("embed_tokens.as_linear", "out")],
-    "logits": [("logits", "out")],
-}
+ROLES = base.llama_roles("")
+ROLES["rope_q"].insert(0, ("layers.*.self_attn.rope.q", "out"))
+ROLES["rope_k"].insert(0, ("layers.*.self_attn.rope.k", "out"))
+ROLES["head"].append(("embed_tokens.as_linear", "out"))
 """Where the values of each role are, in models that are built as llama is."""
 
 
