@@ -32,7 +32,7 @@ from .graph import NodeGraph, ProbeBatch, probes
 from .layout import checked_library
 from .nodes import NodeRecorder, RecordingSizes
 from .recorder import LlamaRecorder
-from .served_models import FirstBatches, PreparedRun, ServedModel, drafted, model_parts, observed
+from .served_models import DRAFT, FirstBatches, PreparedRun, ServedModel, drafted, model_parts, observed
 from .serving import EndTokens, FedTokens, Serving
 from .sites import ROLES, GraphSites, find_sites
 from .trial import try_model
@@ -189,14 +189,16 @@ class LlamaEngine:
         """See ``explain.controls.oracle``."""
         from .oracle_operations import GgufWeights, SiteNode, operation_of  # what only the oracle needs
 
-        sites = (each for graph in self._graphs.values() for each in graph.sites)
-        node = next((each for each in sites if each.site.name == site.name), None)
-        if node is None:
+        name = site.name.removeprefix(DRAFT)
+        engine = self if name == site.name else self._draft(scenario)
+        graphs = () if engine is None else engine._graphs.values()
+        node = next((each for graph in graphs for each in graph.sites if each.site.name == name), None)
+        if engine is None or node is None:
             raise OracleRefused(
                 f"The site {site.name} is in no graph that this engine ran. Judge the sites before and after it."
             )
-        self._weights = self._weights or GgufWeights(self.model.path)
-        return operation_of(self._weights, SiteNode(node.weight, node.width), site, captured, request, rows)
+        engine._weights = engine._weights or GgufWeights(engine.model.path)
+        return operation_of(engine._weights, SiteNode(node.weight, node.width), site, captured, request, rows)
 
     def cache_patches(self, case: Case) -> Patches:
         """See ``explain.controls.patches``."""

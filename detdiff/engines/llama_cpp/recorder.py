@@ -69,6 +69,7 @@ class LlamaRecorder:
         self._ids, self._wanted, self._top = ids, wanted, top
         self.owners = SequenceOwners()
         self._places: dict[tuple[int, int], int] = {}
+        self._texts: set[int] = set()
         self._coefficients = coefficients(1 << 18)
         self._ports = ports_of(each.site for each in graph.sites)
         outputs = np.array([_outputs_only(each) for each in graph.sites])
@@ -274,8 +275,10 @@ class LlamaRecorder:
 
     def _answered(self, answers: Sequence[ChosenToken], forwards: Int64, texts: Callable[[int], str]) -> None:
         top = [highest(answer.logits, self._top) for answer in answers]
-        for token in dict.fromkeys(answer.token for answer in answers):
+        shown = {int(token) for ids, _ in top for token in ids} | {answer.token for answer in answers}
+        for token in sorted(shown - self._texts):
             self._writer.text(token, texts(token))
+        self._texts |= shown
         self._writer.generated(
             Generated(
                 np.array([answer.request for answer in answers], np.int32),

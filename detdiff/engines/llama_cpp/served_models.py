@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from detdiff.engines.schedule import Share, Work
 from detdiff.errors import LlamaFailed
@@ -20,6 +20,8 @@ from .nodes import NodeRecorder
 from .recorder import ChosenToken, ModelPart, WrittenCount
 from .sites import GraphSites
 
+DRAFT: Final = "draft."
+"""What the sites of a draft begin with, before the names that they have in its graph."""
 Batch = Callable[[Sequence[Share], list[BatchRow]], dict[int, Any]]
 """Computes a batch, and gives the logits of the rows that ask for them, by their place in it."""
 
@@ -212,7 +214,7 @@ def model_parts(graphs: Sequence[GraphSites]) -> list[ModelPart]:
 def drafted(graph: GraphSites) -> GraphSites:
     """The sites of a draft, as a trace names them."""
     sites = tuple(
-        replace(each, site=replace(each.site, name=f"draft.{each.site.name}")) for each in graph.sites
+        replace(each, site=replace(each.site, name=f"{DRAFT}{each.site.name}")) for each in graph.sites
     )
     return replace(graph, sites=sites, unseen=tuple(f"of the draft, {clause}" for clause in graph.unseen))
 
