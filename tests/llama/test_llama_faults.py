@@ -6,7 +6,9 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
+from pathlib import Path
 
 import pytest
 from llama_fault_cases import CASES, JOINED, LATER, LENGTHS, TOKENS, LlamaTrial
@@ -121,6 +123,42 @@ def test_without_a_fault_nothing_differs(
     assert {(trial.unified, trial.arrivals) for trial in (drawn(name, seed) for name in CASES)} <= {
         (False, JOINED), (False, LATER), (True, LATER),
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("unified", some_now([True, False], 0))
+@pytest.mark.parametrize("weights", some_now(["Q8_0", "F16"], 0, 1))
+@pytest.mark.parametrize(
+    "settings", some_now([{}, {"flash_attention": "off"}, {"ubatch": 16, "cache_type_k": "q8_0"}], 2)
+)
+def test_rows_that_are_rounded_otherwise_are_no_contradiction(
+    tmp_path: Path, settings: dict[str, object], weights: str, unified: bool
+) -> None:
+    """One cache for all has each request's entries in other cells, and products of float16 depend on the rows beside."""
+    need_llama()
+    # A head of 32, the block of a quantised cache.
+    file = tiny_gguf(tmp_path / "m.gguf", weights, heads=2, kv_heads=2)
+    engine = open_named("llama.cpp", str(file), {"unified": unified, **settings})
+    asked = scenario(0, JOINED)
+    schedule = Schedule(kind="continuous", layout="packed", prefill_chunk=4, row_budget=7)
+    case = Case.of(scenario(0, None), replace(asked, schedule=schedule), engine=engine)
+    assert case.divergence.bookkeeping == ()
+    assert judge(case).kind in ("identical", "numerics", "undetermined")
+
+
+@pytest.mark.parametrize("name", some_now(["dropped", "one_bit", "shared_position", "other_logits"], 1))
+def test_a_fault_beside_rounding_is_named_all_the_same(tmp_path: Path, name: str) -> None:
+    need_llama()
+    engine = open_named("llama.cpp", str(tiny_gguf(tmp_path / "m.gguf", "F16")), {})
+    trial = drawn(name, 0)
+    faults = (trial.fault,)
+    case = Case.of(
+        scenario(0, None), scenario(0, trial.arrivals), engine=engine, injected_faults=(faults, faults)
+    )
+    # On a processor that sums products in another order for more rows, r0 differs as well; none needs to.
+    assert {request.id for request in case.divergence.requests if request.stage} >= {trial.named.request}
+    verdict = judge(case)
+    assert (verdict.kind, verdict.rule) == (trial.named.verdict, trial.named.rule)
+    assert re.search(trial.named.says, verdict.sentence)
 
 
 @pytest.mark.parametrize("name", ["other_sequence", "hidden", "one_bit", "leak"])
