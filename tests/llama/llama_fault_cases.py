@@ -209,7 +209,7 @@ def hidden(draw: random.Random) -> LlamaTrial:
     at, layer, gone = _step(draw), draw.randrange(2), draw.randrange(11)
 
     def before(tensor: Tensor, rows: Rows) -> None:
-        if decoding(rows) and has(rows, 1, at) and _attention(tensor, layer):
+        if decoding(rows) and has(rows, 1, at) and is_attention(tensor, layer):
             tensor.source(3).array(np.float16)[1, 0, 0, gone] = -np.inf
 
     layers = "layers 0-1" if layer == 0 else "layer 1"
@@ -224,7 +224,7 @@ def not_causal(draw: random.Random) -> LlamaTrial:
     at, layer = draw.randrange(10), draw.randrange(2)
 
     def before(tensor: Tensor, rows: Rows) -> None:
-        if has(rows, 1, at) and _attention(tensor, layer):
+        if has(rows, 1, at) and is_attention(tensor, layer):
             tensor.source(3).array(np.float16)[1, 0, at, at + 1] = 0
 
     layers = "layers 0-1" if layer == 0 else "layer 1"
@@ -234,7 +234,8 @@ def not_causal(draw: random.Random) -> LlamaTrial:
     return LlamaTrial(NodeFault(before), Named("r1", f"cache_l{layer}.read", at, "cache_foreign", says))
 
 
-def _attention(tensor: Tensor, layer: int) -> bool:
+def is_attention(tensor: Tensor, layer: int) -> bool:
+    """Whether a node is a layer's attention."""
     return tensor.op == "FLASH_ATTN_EXT" and tensor.source(1).view_of().name == f"cache_k_l{layer}"
 
 
@@ -316,7 +317,7 @@ def wrong_head(draw: random.Random) -> LlamaTrial:
     layer = draw.randrange(2)
 
     def after(tensor: Tensor, rows: Rows) -> None:
-        if decoding(rows) and _attention(tensor, layer):
+        if decoding(rows) and is_attention(tensor, layer):
             heads = tensor.array(np.float32).reshape(len(rows), 4, 16)
             heads[:] = np.roll(heads, 1, axis=1)
 

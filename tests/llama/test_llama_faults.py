@@ -10,10 +10,13 @@ from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
+import numpy as np
 import pytest
-from llama_fault_cases import CASES, JOINED, LATER, LENGTHS, TOKENS, LlamaTrial
+from llama_fault_cases import CASES, JOINED, LATER, LENGTHS, TOKENS, LlamaTrial, is_attention
+from llama_faults import NodeFault, Rows, Tensor, decoding, has
 from models import need_llama, tiny_gguf
 from tiers import some_now
+from windowed_model import WINDOW, windowed_gguf
 
 from detdiff.compare import RequestDivergence
 from detdiff.engines.registry import open_named
@@ -159,6 +162,55 @@ def test_a_fault_beside_rounding_is_named_all_the_same(tmp_path: Path, name: str
     verdict = judge(case)
     assert (verdict.kind, verdict.rule) == (trial.named.verdict, trial.named.rule)
     assert re.search(trial.named.says, verdict.sentence)
+
+
+@pytest.fixture(scope="module")
+def windowed(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    need_llama()
+    return open_named("llama.cpp", str(windowed_gguf(tmp_path_factory.mktemp("window") / "m.gguf")), {})
+
+
+def in_window(windowed: Engine, layer: int, cell: int, value: float) -> Case:
+    """Runs in which, from a layer on and for those that share its mask, r1's row at position 15 sees a cell or does not."""
+
+    def before(tensor: Tensor, rows: Rows) -> None:
+        if decoding(rows) and has(rows, 1, 15) and is_attention(tensor, layer):
+            tensor.source(3).array(np.float16)[1, 0, 0, cell] = value
+
+    faults = (NodeFault(before),)
+    return Case.of(scenario(0, None), scenario(0, JOINED), engine=windowed, injected_faults=(faults, faults))
+
+
+def test_a_window_is_no_contradiction(windowed: Engine) -> None:
+    case = Case.of(scenario(0, None), scenario(0, JOINED), engine=windowed)
+    assert case.divergence.identical and case.divergence.bookkeeping == ()
+    assert judge(case).kind == "identical"
+
+
+@pytest.mark.parametrize(
+    ("layer", "cell", "layers"),
+    some_now([(0, 13, "layers 0-4"), (5, 2, "layer 5"), (3, 15, "layers 3-4")], 0, 1),
+)
+def test_an_entry_that_a_row_does_not_see_in_its_window_is_named(
+    windowed: Engine, layer: int, cell: int, layers: str
+) -> None:
+    case = in_window(windowed, layer, cell, -np.inf)
+    (found,) = case.divergence.bookkeeping
+    says = f"the row at position 15 did not see the entry of its own position {cell} in the cache of {layers}"
+    assert (found.run, found.what, found.request, found.detail) == ("b", "cache_missing", "r1", says)
+    verdict = judge(case)
+    assert (verdict.kind, verdict.rule) == ("bug", "bookkeeping") and says in verdict.sentence
+    origin = case.divergence.request("r1").origin
+    assert origin is not None and (origin.site, origin.position) == (f"cache_l{layer}.read", 15)
+
+
+def test_a_row_that_sees_more_than_its_window_reads_otherwise(windowed: Engine) -> None:
+    """How long a window is, is not presumed; what a row read differs all the same from what it read alone."""
+    case = in_window(windowed, 1, 15 - WINDOW, 0.0)
+    verdict = judge(case)
+    assert (verdict.kind, verdict.rule) == ("bug", "reading"), verdict.sentence
+    assert "cache_l1" in verdict.sentence or "kqv_out-1" in verdict.sentence
+    assert [request.id for request in case.divergence.requests if request.stage] == ["r1"]
 
 
 @pytest.mark.parametrize("name", ["other_sequence", "hidden", "one_bit", "leak"])

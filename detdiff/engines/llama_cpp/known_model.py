@@ -94,7 +94,7 @@ class KnownModel:
         writer.add_rope_dimension_count(self.head_width)
         writer.add_rope_freq_base(_BASE)
         writer.add_layer_norm_rms_eps(_EPS)
-        _add_tokenizer(writer)
+        add_byte_tokenizer(writer)
         for name, values in self.weights().items():
             kind = GGMLQuantizationType[self.kind if values.ndim > 1 else "F32"]
             writer.add_tensor(name, quantize(values, kind), raw_dtype=kind)
@@ -158,7 +158,7 @@ def _turned(x: Float64) -> Float64:
     return np.stack([pairs.real, pairs.imag], axis=-1).reshape(x.shape)
 
 
-def _add_tokenizer(writer: Any) -> None:
+def add_byte_tokenizer(writer: Any) -> None:
     kinds = {"<unk>": _UNKNOWN, "<s>": _CONTROL, "</s>": _CONTROL, SPACE: _NORMAL}
     writer.add_tokenizer_model("llama")
     writer.add_token_list(list(TOKENS))

@@ -358,6 +358,8 @@ def _read(
             row = state[ROW] + s * tokens + t
             sequence, last = rows[row, 0], rows[row, 1]
             read, own, seen = np.uint64(0), np.uint64(0), 0
+            # Where a window ends is the model's matter; from there on nothing may be missing, nor may a row's own entry.
+            oldest = last if state[WINDOW] else 0
             for c in range(count):
                 if not shown[c] or not _visible(mask, c, t, s):
                     continue
@@ -367,23 +369,21 @@ def _read(
                 # Neither an entry of a later row, nor one that was written again elsewhere.
                 if mine and position <= last and newest[sequence, position] == base + c:
                     seen += 1
-                    if state[WINDOW]:
-                        own += position_weights[position] * terms[sequence, position]
+                    oldest = min(oldest, position)
                 else:
                     _event(state, events, FOREIGN, layer, row, base + c, position, cells[1, base + c])
-            if not state[WINDOW]:
-                for p in range(last + 1):
-                    own += position_weights[p] * terms[sequence, p]
-                if seen < last + 1:
-                    first = 0
-                    while first < last:
-                        cell = newest[sequence, first] - base
-                        if not (0 <= cell < count and shown[cell] and _visible(mask, cell, t, s)):
-                            break
-                        if cells[0, base + cell] != first:
-                            break
-                        first += 1
-                    _event(state, events, MISSING, layer, row, first, last, last + 1 - seen)
+            for p in range(oldest, last + 1):
+                own += position_weights[p] * terms[sequence, p]
+            if seen < last + 1 - oldest:
+                first = oldest
+                while first < last:
+                    cell = newest[sequence, first] - base
+                    if not (0 <= cell < count and shown[cell] and _visible(mask, cell, t, s)):
+                        break
+                    if cells[0, base + cell] != first:
+                        break
+                    first += 1
+                _event(state, events, MISSING, layer, row, first, last, last + 1 - oldest - seen)
             digests[row, column] = own
             digests[row, column + 1] = read
 
