@@ -15,11 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from detdiff.engines.llama_cpp.context import BatchRow, ContextFault, LlamaContext
-from detdiff.engines.llama_cpp.library import GgmlTensor, LlamaLibrary
+from detdiff.engines.llama_cpp.library import EVAL_CALLBACK, GgmlTensor, LlamaLibrary
 from detdiff.engines.llama_cpp.nodes import NodeRecorder
 
 Rows = Sequence[BatchRow]
-_CALLBACK: Final = c.CFUNCTYPE(c.c_bool, c.c_int64, c.c_bool, c.c_int64)
 _CELL: Final = struct.Struct("<3i")  # of a sequence's state: position, how many sequences, which
 
 
@@ -242,7 +241,7 @@ class NodeFault(ContextFault):
         self._kept: list[Any] = []
 
     def callback(self, function: int, user_data: int) -> tuple[int, int]:
-        native = _CALLBACK(function)
+        native = EVAL_CALLBACK(function)
         wanted = False
 
         def on_node(address: int, ask: bool, user: int) -> bool:
@@ -253,7 +252,7 @@ class NodeFault(ContextFault):
             # Every node is computed by itself, so that the next one is asked about when this one is there.
             return True if ask or not wanted else bool(native(address, False, user))
 
-        self._kept.append(_CALLBACK(on_node))
+        self._kept.append(EVAL_CALLBACK(on_node))
         return int(c.cast(self._kept[-1], c.c_void_p).value or 0), user_data
 
     def install(self, context: LlamaContext, nodes: NodeRecorder) -> None:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch_models import torch_or_skip
 
 from detdiff import Scenario, Verdict, compare, explain, record
+from detdiff.engines.llama_cpp.context import ContextFault
 from detdiff.engines.llama_cpp.known_model import KnownModel
 from detdiff.engines.llama_cpp.library import EVAL_CALLBACK, GgmlTensor
 from detdiff.engines.mlx.gguf_import import import_gguf
@@ -60,7 +61,7 @@ def no_norm_weight(weights: Weights) -> None:
     weights["blk.1.ffn_norm.weight"] = np.ones_like(weights["blk.1.ffn_norm.weight"])
 
 
-class OtherScale:
+class OtherScale(ContextFault):
     """Attention of every layer with another scale, which is put into the graph's nodes before they are computed."""
 
     def __init__(self, library: Any) -> None:
@@ -77,9 +78,6 @@ class OtherScale:
 
         self._kept.append(EVAL_CALLBACK(on_node))
         return int(c.cast(self._kept[-1], c.c_void_p).value or 0), user_data
-
-    def install(self, context: Any, nodes: Any) -> None:
-        """Nothing more."""
 
 
 def scenario(engine: str, model: Path, **changes: Any) -> Scenario:
