@@ -448,7 +448,7 @@ def _origin_fact(request: RequestDivergence) -> PageFact:
     if origin is None:
         return PageFact("origin", "Origin", "no origin could be named", (f"diverges in {request.stage}",))
     details = [f"position {origin.position} of {named(request.id)}"]
-    if origin.path_a != origin.path_b:
+    if (origin.path_a, origin.rows_a) != (origin.path_b, origin.rows_b):
         rows = ["?" if n is None else count(n, "row") for n in (origin.rows_a, origin.rows_b)]
         details.append(f"a: {rows[0]}, {short_path(origin.path_a)}")
         details.append(f"b: {rows[1]}, {short_path(origin.path_b)}")

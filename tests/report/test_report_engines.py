@@ -57,6 +57,19 @@ def test_what_an_engine_does_not_show_is_named_where_it_would_stand() -> None:
     assert "not shown" not in str(whole.sections) and "layers.0.attn.k_proj" in section(whole, "origin")
 
 
+def test_an_origin_on_one_path_shows_the_rows_that_each_side_saw() -> None:
+    """An engine that does not say which kernel it took has one name for all; with equal rows, that name stands alone."""
+    origin = told({}).requests[0].origin
+    assert origin is not None
+    for rows, shown, other in (
+        ((1, 8), "a: 1 row, native", "native in both"),
+        ((2, 2), "native in both", "2 rows"),
+    ):
+        of = replace(origin, path_a="native", path_b="native", rows_a=rows[0], rows_b=rows[1])
+        facts = html(build(told({}, origin=of))).partition('<ol class="facts">')[2].partition("</ol>")[0]
+        assert shown in facts and other not in facts
+
+
 def test_an_origin_that_could_not_be_named_is_not_blamed_on_the_engine() -> None:
     report = build(told({"cache": "no cache is given"}, **NOTHING))
     assert (
