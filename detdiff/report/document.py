@@ -154,6 +154,12 @@ class ViewSubject:
     divergence: Divergence | None
 
     @property
+    def one(self) -> RequestSeries:
+        """The request, in a view of one."""
+        assert self.request is not None
+        return self.request
+
+    @property
     def origin(self) -> Origin | None:
         """The request's first origin, where the comparison names one."""
         found = () if self.divergence is None or self.request is None else self.divergence.requests

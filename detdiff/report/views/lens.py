@@ -212,17 +212,14 @@ class LensView:
         return subject.request is not None and bool(subject.request.lens)
 
     def picture(self, subject: ViewSubject, *, columns: int, standalone: bool) -> str:
-        assert subject.request is not None
-        return lens_svg(subject.request, columns=columns, standalone=standalone)
+        return lens_svg(subject.one, columns=columns, standalone=standalone)
 
     def drawings(self, subject: ViewSubject) -> Sequence[tuple[str, Callable[[], Drawing]]]:
-        assert subject.request is not None
-        return [("all layers", partial(lens_drawing, subject.request))]
+        return [("all layers", partial(lens_drawing, subject.one))]
 
     def table(self, subject: ViewSubject, most: int) -> Table:
         """All of few layers; of many the first, the last and those around a turn."""
-        assert subject.request is not None
-        points = subject.request.lens
+        points = subject.one.lens
         turns = {run: turn(run, _known(points, run)) for run in _RUNS}
         kept = list(range(len(points)))
         if len(points) > most:

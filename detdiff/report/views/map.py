@@ -626,18 +626,15 @@ class MapView:
         return subject.request is not None and bool(subject.request.layers.rows)
 
     def picture(self, subject: ViewSubject, *, columns: int, standalone: bool) -> str:
-        assert subject.request is not None
-        return map_svg(subject.request, columns=columns, standalone=standalone)
+        return map_svg(subject.one, columns=columns, standalone=standalone)
 
     def drawings(self, subject: ViewSubject) -> Sequence[tuple[str, Callable[[], Drawing]]]:
-        assert subject.request is not None
         origin = subject.origin
-        return map_drawings(subject.series, subject.request, None if origin is None else origin.position)
+        return map_drawings(subject.series, subject.one, None if origin is None else origin.position)
 
     def table(self, subject: ViewSubject, most: int) -> Table:
-        assert subject.request is not None
         headers = ("layer", "positions", "propagated", "origins", "first", "last", "max ULP", "max relative")
-        grid = subject.request.layers
+        grid = subject.one.layers
         rows = list(range(len(grid.rows)))
         caption = "Positions that differ in each layer"
         if len(rows) > most:
@@ -648,8 +645,7 @@ class MapView:
 
     def words(self, subject: ViewSubject, columns: int) -> Iterator[Block]:
         """The map in characters, and that of the sites of the layer in which the first origin lies."""
-        request = subject.request
-        assert request is not None
+        request = subject.one
         yield from _grid_blocks(
             "layers", request.layers, request, f"{request.positions:,} positions", columns
         )

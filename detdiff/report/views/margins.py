@@ -278,18 +278,15 @@ class MarginsView:
         return subject.request is not None and any(t.margin is not None for t in subject.request.tokens_a)
 
     def picture(self, subject: ViewSubject, *, columns: int, standalone: bool) -> str:
-        assert subject.request is not None
-        return margins_svg(subject.request, columns=columns, standalone=standalone)
+        return margins_svg(subject.one, columns=columns, standalone=standalone)
 
     def drawings(self, subject: ViewSubject) -> Sequence[tuple[str, Callable[[], Drawing]]]:
-        assert subject.request is not None
-        return [("all tokens", partial(margins_drawing, subject.request))]
+        return [("all tokens", partial(margins_drawing, subject.one))]
 
     def table(self, subject: ViewSubject, most: int) -> Table:
         """The smallest margins first, those up to the flip before those after it."""
-        assert subject.request is not None
-        flip = subject.request.flip_index
-        tokens = [token for token in subject.request.tokens_a if token.margin is not None]
+        flip = subject.one.flip_index
+        tokens = [token for token in subject.one.tokens_a if token.margin is not None]
         nearest = sorted(tokens, key=lambda t: (flip is not None and t.index > flip, t.margin, t.index))[
             :most
         ]
