@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from models import need_llama
 from numpy.typing import NDArray
+from plugins.small_gguf import small_gguf
 from torch_models import torch_or_skip
 
 from detdiff import Scenario, Verdict, compare, explain, record
@@ -114,6 +115,15 @@ def test_one_file_in_both_is_numerics_with_every_operation_inside(
     if kind != "F32":
         # Its rows are staged in less than float32 for each product.
         assert found.nearer == "b" and "run b (mlx) is nearer to float64" in verdict.sentence
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+def test_other_decoders_of_its_kind_are_numerics(architecture: str, tmp_path: Path) -> None:
+    need_llama()
+    file = small_gguf(architecture).write(tmp_path / "model.gguf")
+    import_gguf(file, tmp_path / "model", dtype="f32", packed=False)
+    verdict = explained(file, tmp_path / "model")
+    assert (verdict.kind, verdict.rule) == ("numerics", "roles"), (verdict.sentence, verdict.missing)
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_1"])

@@ -38,7 +38,7 @@ ROLES: Final[dict[str, tuple[str, ...]]] = {
     "q": ("Qcur-*.ADD", "Qcur-*.MUL_MAT"), "k": ("Kcur-*.ADD", "Kcur-*.MUL_MAT"), "v": ("Vcur-*.ADD", "Vcur-*.MUL_MAT"),
     "q_norm": ("Qcur_normed-*.MUL",), "k_norm": ("Kcur_normed-*.MUL",), "rope_q": ("Qcur-*.ROPE",),
     "rope_k": ("Kcur-*.ROPE",), "attention": ("kqv_out-*.FLASH_ATTN_EXT", "kqv_out-*.CONT"),
-    "o": ("attn_out-*.MUL_MAT",), "residual": ("ffn_inp-*.ADD",), "mlp_norm": ("ffn_norm-*.MUL",),
+    "o": ("attn_out-*.MUL_MAT", "kqv_out-*.MUL_MAT"), "residual": ("ffn_inp-*.ADD",), "mlp_norm": ("ffn_norm-*.MUL",),
     "gate": ("ffn_gate-*.MUL_MAT",), "up": ("ffn_up-*.MUL_MAT",), "activation": ("ffn_swiglu-*.GLU", "ffn_geglu-*.GLU"),
     "down": ("ffn_out-*.MUL_MAT",), "block": ("l_out-*.ADD",), "final_norm": ("result_norm.MUL",),
     "head": ("result_output.MUL_MAT",), "logits": ("logits",),
