@@ -38,7 +38,10 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # Those of minutes first, so that at the end no worker waits for another one's.
+    items.sort(key=lambda item: item.get_closest_marker("real_model") is None)
     if THOROUGH:
         return
     left_out = pytest.mark.skip(reason="thorough: with CI=1 or DETDIFF_TEST_FULL=1")
