@@ -34,6 +34,7 @@ from detdiff.engines.llama_cpp.node_loops import ENTRY, HEADS, KV_SIZE, LAYER, W
 from detdiff.engines.registry import open_engine
 from detdiff.errors import LlamaFailed
 from detdiff.explain.case import Case
+from detdiff.explain.deciding import deciding_row
 from detdiff.explain.investigate import run_control
 from detdiff_kernels.gguf_file import open_gguf
 
@@ -48,7 +49,7 @@ def f16(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def asked(file: Path, flags: str, prompts: tuple[str, ...] = PROMPTS) -> Scenario:
-    return Scenario.from_flags(str(file), prompts, f"engine=llama.cpp max_tokens=12 ignore_stop {flags}")
+    return Scenario.from_flags(str(file), prompts, f"engine=llama.cpp max_tokens=24 ignore_stop {flags}")
 
 
 def differing(found: Divergence) -> None:
@@ -240,6 +241,26 @@ def test_a_disk_without_room_is_said_before_anything_is_written(
     with pytest.raises(LlamaFailed, match="1,000 free"):
         write_float32(f16, tmp_path / "twin.gguf")
     assert not list(tmp_path.iterdir())
+
+
+def test_under_speculation_the_cache_carries_what_verifying_rounded_otherwise(
+    f16: Path, tmp_path: Path
+) -> None:
+    draft = tiny_gguf(tmp_path / "draft.gguf", "Q4_0", width=128)
+    flags = ONE_BY_ONE
+    case = Case.of(asked(f16, flags), asked(f16, f"{flags} draft={draft}"))
+    differing(case.divergence)
+    assert run_control(case, "pin_kernels").result == "removed"
+    patch_in, patch_out = (run_control(case, name) for name in ("patch_in", "patch_out"))
+    alone = [
+        case.trace(side).forwards()[deciding_row(case, side).forward]["shape"] == [1, 1] for side in "ab"
+    ]
+    if patch_in.detail["differing_entries"] and all(alone):
+        # Where the deciding row is computed alike, only what was written before it can differ.
+        assert (patch_in.result, patch_out.result) == ("removed", "reproduced"), patch_in.sentence
+        assert patch_in.detail["entries"] <= patch_in.detail["differing_entries"]
+    else:
+        assert "not_run" not in (patch_in.result, patch_out.result)
 
 
 def test_entries_that_are_not_what_the_trace_has_are_not_put_anywhere(f16: Path) -> None:
