@@ -27,6 +27,7 @@ from detdiff.compare import (
     Values,
     measure,
 )
+from detdiff.compare.divergence import AcrossEngines, RoleDifference
 from detdiff.errors import AnswerError
 from detdiff.report import SCHEMA, from_json, to_json
 
@@ -56,7 +57,15 @@ def full() -> Divergence:
         first_site=SiteDifference("norm", "norm", None, 0, "out", size),
         text=TextFlip(0, "a", "b"),
     )
-    return replace(found, requests=(speculated, forced, quiet), not_compared=left_out, events=events)
+    role = RoleDifference("q", 0, "q_proj", "Qcur-0.MUL_MAT", 3, 0.1, 0.2, "anchor", 4, 12.0)
+    across = AcrossEngines((role,), role, 1, ("k",), ("v",), ("norm",), ("rope",), "")
+    return replace(
+        found,
+        requests=(speculated, forced, quiet),
+        not_compared=left_out,
+        events=events,
+        across_engines=across,
+    )
 
 
 def keys(answer: Any) -> Iterator[str]:
@@ -110,6 +119,7 @@ VALUES |= {
     "both",
     "compare",
 }
+VALUES |= {"token_fed", "sequence", "cache_missing", "cache_foreign", "logits_read"}
 VALUES |= {"trim", "stale", "page", "prefix", "acceptance", "choice", "quantise", "wrap"}
 
 
