@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import erf
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,7 @@ from detdiff_kernels.rounding import rounded
 
 from .attention_bounds import AttentionOperation
 from .bounds import BoundedOutputs, Copied, Embedding, Linear, Norm, Rope, exact_weight, output_rounded
-from .model_file import NORMS, Activation, Configuration, ModelFile
+from .model_file import NORMS, WEIGHTS, Activation, Configuration, ModelFile
 from .oracle import Operation
 from .roundings import UNIT, Arithmetic, Float64, Op, growth
 
@@ -194,3 +194,53 @@ class LlamaDecoder:
         bias = np.zeros((1, 1, position + 1))
         query = given["rope_q"].reshape(1, config.heads, config.head_width)
         return AttentionOperation(query, keys, values, config.attention_scale, bias)
+
+
+SAMPLED: Final = 64
+"""Rows of each weight by which two files are compared."""
+
+
+def files_apart(a: LlamaDecoder, b: LlamaDecoder) -> str:
+    """What two models' files say differently, in a clause: a setting, or a weight by more than its dtype's rounding."""
+    if a.file.path == b.file.path:
+        return ""
+    one, other = vars(a.configuration), vars(b.configuration)
+    # The same checkpoint may be of another type, and hold its norms' weights less one.
+    for name in one.keys() - {"model_type", "unknown", "norm_offset", "tied"}:
+        if not _alike(one[name], other[name]):
+            return f"the models' files differ: {name} is {one[name]} in a and {other[name]} in b"
+    for key in a.keys():
+        apart = _weights_apart(a, b, key)
+        if apart:
+            return f"the models' files differ: {apart}"
+    return ""
+
+
+def _alike(a: Any, b: Any) -> bool:
+    if isinstance(a, float) and isinstance(b, float):
+        # A file may hold its settings in float32.
+        return bool(abs(a - b) <= 1e-6 * max(abs(a), abs(b)))
+    if isinstance(a, tuple) and isinstance(b, tuple):
+        return len(a) == len(b) and all(map(_alike, a, b))
+    return bool(a == b)
+
+
+def _weights_apart(a: LlamaDecoder, b: LlamaDecoder, key: Key) -> str:
+    role, layer = key
+    if role not in WEIGHTS:
+        return ""
+    if role in NORMS:
+        found = [each.file.norm(role, layer) for each in (a, b)]
+        if None in found:
+            return "" if found[0] is found[1] else f"only one has a weight for {named(key)}"
+        (x, dtype_x), (y, dtype_y) = (each for each in found if each is not None)
+        room = 2 * max(UNIT[dtype_x], UNIT[dtype_y]) * (1 + np.maximum(np.abs(x), np.abs(y)))
+    else:
+        one, other = a.file.weight(role, layer), b.file.weight(role, layer)
+        if (one.n, one.k) != (other.n, other.k):
+            return f"the weight of {named(key)} is {one.n} by {one.k} in a and {other.n} by {other.k} in b"
+        rows = np.unique(np.linspace(0, one.n - 1, SAMPLED).astype(np.int64))
+        x, y = exact_weight(one, rows), exact_weight(other, rows)
+        unit = max(UNIT.get(getattr(each, "dtype", ""), UNIT["bfloat16"]) for each in (one, other))
+        room = 2 * unit * np.maximum(np.abs(x), np.abs(y)) + 2.0**-24
+    return "" if (np.abs(x - y) <= room).all() else f"the weights of {named(key)} are not the same numbers"

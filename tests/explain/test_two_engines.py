@@ -219,9 +219,9 @@ def test_a_run_that_was_fed_given_tokens_is_judged_by_what_it_was_fed(tmp_path: 
 
 
 def test_rows_beyond_a_window_are_not_judged(tmp_path: Path) -> None:
-    from detdiff.explain.controls.roles import _last
     from detdiff.explain.decoder import LlamaDecoder
     from detdiff.explain.model_file import ModelFile
+    from detdiff.explain.role_scores import last_position
 
     path = directory(tmp_path / "model")
     trace = record(
@@ -232,7 +232,10 @@ def test_rows_beyond_a_window_are_not_judged(tmp_path: Path) -> None:
     whole = LlamaDecoder(ModelFile.open(path))
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | {"sliding_window": 4, "use_sliding_window": True}))
-    assert (_last(trace, 0, whole), _last(trace, 0, LlamaDecoder(ModelFile.open(path)))) == (10, 3)
+    assert (last_position(trace, 0, whole), last_position(trace, 0, LlamaDecoder(ModelFile.open(path)))) == (
+        10,
+        3,
+    )
 
 
 def larger(made: dict[str, NDArray[np.float32]]) -> None:
@@ -341,3 +344,11 @@ def test_a_matrix_is_read_as_the_file_has_it(tmp_path: Path) -> None:
     assert np.array_equal(
         norm[0], 1.0 + made["model.layers.0.post_attention_layernorm.weight"].astype(np.float64)
     )
+
+
+@pytest.mark.thorough
+@pytest.mark.real_model
+def test_smollm2_in_mlx_and_in_torch_is_numerics(smollm2_bf16: Path) -> None:
+    verdict = explained(on_mlx(smollm2_bf16), in_torch(smollm2_bf16, attention="sdpa"))
+    assert (verdict.kind, verdict.rule) == ("numerics", "roles"), (verdict.sentence, verdict.missing)
+    assert found(verdict).operations == {"a": 454, "b": 454}

@@ -3,36 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from detdiff.compare.roles import LAST, Key, Roles, named, place
-from detdiff.engines.base import MODEL_FILE, SITES, VALUES, Engine
+from detdiff.compare.roles import LAST, Key, named, place
+from detdiff.engines.base import MODEL_FILE, SITES, VALUES
 from detdiff.errors import OracleRefused
-from detdiff.scenario import Capture
-from detdiff.trace import PHASES, Trace
 
 from ..case import Case, Side
 from ..control import CannotRun, Figures, Outcome, control
 
 if TYPE_CHECKING:
     # The kernels' orders, which bounds are read from, are loaded when they are asked for.
-    from ..decoder import LlamaDecoder
     from ..facts import Facts
-    from ..oracle import Judgement, Operation
-    from ..roundings import Arithmetic
+    from ..oracle import Judgement
+    from ..role_scores import JudgedRun, RoleScore
 
-ROWS: Final = 6
-"""Rows that are judged: half of them of the prompt, its last one among them."""
-BYTES: Final = 512 << 20
-"""Values that a re-run captures at most; a prompt whose last row is beyond them is judged as far as they go."""
 _LISTED: Final = 8
-_SAMPLED: Final = 64
-"""Rows of each weight by which two files are compared."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,8 +77,9 @@ def roles(case: Case) -> Outcome:
         raise CannotRun(
             "the two sides are compared site by site, and roles are for two engines (across_engines)"
         )
-    from ..decoder import LlamaDecoder
+    from ..decoder import LlamaDecoder, files_apart
     from ..model_file import ModelFile
+    from ..role_scores import JudgedRun
 
     decoders = {}
     for side in "ab":
@@ -97,8 +89,8 @@ def roles(case: Case) -> Outcome:
         except OracleRefused as error:
             raise CannotRun(str(error)) from error
     request = _request(case)
-    sides = [_JudgedRun.of(case, side, decoders[side], request) for side in "ab"]
-    files = _files(decoders["a"], decoders["b"])
+    sides = [JudgedRun.of(case, side, decoders[side], request) for side in "ab"]
+    files = files_apart(decoders["a"], decoders["b"])
     found = _RoleScores(request, sides, files)
     keys = sorted({key for each in decoders.values() for key in each.keys()}, key=place)
     for key in keys:
@@ -118,198 +110,31 @@ def _request(case: Case) -> str:
     return first if lengths[first] <= 256 else min(common, key=lambda id: lengths[id])
 
 
-@dataclass(eq=False)
-class _JudgedRun:
-    """One side's captured run."""
-
-    side: Side
-    engine: Engine
-    trace: Trace
-    roles: Roles
-    decoder: LlamaDecoder
-    request: int
-    rows: NDArray[np.int64]
-    """Places in the row index by position: the last write of each."""
-    judged: NDArray[np.int64]
-    """Positions that are judged."""
-    kept: dict[Key, Any] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, case: Case, side: Side, decoder: LlamaDecoder, request: str) -> _JudgedRun:
-        trace, scenario = case.trace(side), case.scenario(side)
-        told = Roles.of(trace)
-        if told is None:
-            raise CannotRun(f"run {side} does not say the roles of its sites (engine {trace.engine})")
-        number = case.number(side, request)
-        last = _last(trace, number, decoder)
-        if scenario.capture.level != "full":
-            sites = tuple(sorted({site.name for site, _ in told.places.values()}))
-            capture = Capture(
-                level="window",
-                requests=(request,),
-                positions=(0, last),
-                sites=sites,
-                digest=scenario.capture.digest,
-                memory_mb=scenario.capture.memory_mb,
-            )
-            trace = case.record(replace(scenario, capture=capture), side)
-        index = trace.row_index()
-        mine = np.flatnonzero((index.request == number) & (index.phase != PHASES.index("draft")))
-        rows = np.full(last + 1, -1, np.int64)
-        for row in mine.tolist():
-            if index.position[row] <= last:
-                rows[index.position[row]] = row
-        prompt = len(trace.requests[number]["tokens"])
-        return cls(
-            side, case.engine(side), trace, told, decoder, number, rows, _chosen(min(prompt - 1, last), last)
-        )
-
-    def operation_rows(self, key: Key) -> tuple[NDArray[np.int64], dict[str, Any], Any]:
-        """The positions whose value and inputs were captured, the inputs by role, and the output. Raises OracleRefused."""
-        feeds = self.decoder.feeds(key)
-        for each in (*feeds.values(), key):
-            if each not in self.roles.places:
-                raise OracleRefused(f"{named(each)} is at no site of {self.trace.engine}.")
-        positions = self.judged[self.rows[self.judged] >= 0]
-        needed = [key, *(each for name, each in feeds.items() if key[0] != "attention" or name == "rope_q")]
-        for each in needed:
-            positions = positions[self._known(each)[positions]]
-        if not len(positions):
-            raise OracleRefused(f"{named(key)}: no row of it was captured with its inputs.")
-        given = {name: self.numbers(each, positions) for name, each in feeds.items() if each in needed}
-        return positions, given, self.numbers(key, positions)
-
-    def cached(self, key: Key, position: int) -> NDArray[np.float64]:
-        """The keys or values of all positions up to one, (positions, width). Raises OracleRefused."""
-        before = np.arange(position + 1)
-        if not self._known(key)[before].all():
-            raise OracleRefused(
-                f"{named(key)}: a position before {position} was not captured, so what attention read is not known."
-            )
-        return self.numbers(key, before)
-
-    def has(self, key: Key) -> bool:
-        """Whether any row of a role was captured."""
-        return key in self.roles.places and bool(self._known(key).any())
-
-    def _values(self, key: Key) -> Any:
-        if key not in self.kept:
-            there = np.flatnonzero(self.rows >= 0)
-            self.kept[key] = there, self.roles.values(self.trace, key, self.rows[there])
-        return self.kept[key]
-
-    def captured(self, key: Key, positions: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """At which positions a role's value was captured."""
-        return self._known(key)[positions]
-
-    def _known(self, key: Key) -> NDArray[np.bool_]:
-        there, values = self._values(key)
-        known = np.zeros(len(self.rows), np.bool_)
-        known[there[values.known]] = True
-        return known
-
-    def numbers(self, key: Key, positions: NDArray[np.int64]) -> NDArray[np.float64]:
-        """The values of a role at positions that were captured, (positions, width)."""
-        there, values = self._values(key)
-        at = np.searchsorted(there[values.known], positions)
-        found: NDArray[np.float64] = values.numbers[at]
-        return found
-
-    def forget(self, layer: int) -> None:
-        """Values of layers before one are not asked for again."""
-        self.kept = {key: each for key, each in self.kept.items() if key[1] is None or key[1] >= layer - 1}
-
-    def arithmetic(self, key: Key, position: int) -> Arithmetic:
-        """How the engine computed a role at a position. Raises OracleRefused."""
-        from ..origins import DTYPES
-        from ..roundings import Arithmetic
-
-        dtype = self._values(key)[1].dtype
-        if dtype not in DTYPES:
-            raise OracleRefused(f"{named(key)} is of dtype {dtype}, whose roundings are not known.")
-        environment = self.trace.header["environment"]
-        backend = str(environment.get("backend", environment.get("device", "cpu")))
-        if backend != "cpu" and "backend" not in environment:
-            raise OracleRefused(f"{self.trace.engine} ran on {backend}, whose roundings are not known.")
-        forward = int(self.trace.row_index().forward[self.rows[position]])
-        site = [each.name for each in self.trace.sites].index(self.roles.places[key][0].name)
-        call = self.trace.call(forward, site, (self.request, position)) or {}
-        path = str(call.get("path") or "native")
-        # What a site is given was computed before it, and by no kernel of its.
-        path = path if self.roles.places[key][1] in self.roles.places[key][0].outputs else "native"
-        rows = call.get("rows") if backend != "cpu" or path != "native" else None
-        return Arithmetic(path, DTYPES[dtype], backend, rows)  # type: ignore[arg-type]
-
-    def tokens(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """What the request's rows had to be fed: its prompt, and what it generated, or the tokens that it was given."""
-        if self.trace.scenario.get("force_tokens") is not None:
-            return self.trace.row_index().token[self.rows[positions]].astype(np.int64)
-        generated = self.trace.generated(lens=False)
-        mine = generated.request == self.request
-        made = generated.token[mine][np.argsort(generated.index[mine])]
-        fed = np.concatenate([np.array(self.trace.requests[self.request]["tokens"], np.int64), made])
-        return fed[positions].astype(np.int64)
-
-
-def _last(trace: Trace, request: int, decoder: LlamaDecoder) -> int:
-    """The last position that is captured."""
-    config = decoder.configuration
-    attended = (2 * config.heads + 3 * config.kv_heads) * config.head_width
-    row = 4 * (config.layers * (7 * config.hidden + attended + 3 * config.inner) + 2 * config.vocabulary)
-    index = trace.row_index()
-    most = int(index.position[index.request == request].max(initial=0))
-    if config.window is not None:
-        # Which layers see less than all is another matter for each type of model.
-        most = min(most, config.window - 1)
-    return min(most, max(ROWS, BYTES // row))
-
-
-def _chosen(prompt: int, last: int) -> NDArray[np.int64]:
-    """Positions to judge: of the prompt, whose last row is ``prompt``, and of what follows. The first one alone says little:
-    it is turned by no angle and attends itself."""
-    half = ROWS // 2
-    places = [
-        *np.linspace(min(1, prompt), prompt, half),
-        *np.linspace(min(prompt + 1, last), last, ROWS - half),
-    ]
-    return np.unique(np.array(places).astype(np.int64))
-
-
-@dataclass(frozen=True, eq=False)
-class _RoleScore:
-    """One operation of one side: errors and scales by position, its worst error in units of its bound."""
-
-    where: str
-    errors: Mapping[int, NDArray[np.float64]]
-    scale: Mapping[int, NDArray[np.float64]]
-    worst: float
-    outside: tuple[int, ...]
-    said: str
-
-
 class _RoleScores:
     """What was judged so far."""
 
-    def __init__(self, request: str, runs: Sequence[_JudgedRun], files: str) -> None:
+    def __init__(self, request: str, runs: Sequence[JudgedRun], files: str) -> None:
         self._request, self._runs, self._files = request, runs, files
-        self._scores: dict[Side, dict[Key, _RoleScore]] = {"a": {}, "b": {}}
+        self._scores: dict[Side, dict[Key, RoleScore]] = {"a": {}, "b": {}}
         self._refused: dict[str, list[str]] = {}
         self._wrong_choice: list[dict[str, Any]] = []
 
-    def judge(self, run: _JudgedRun, key: Key) -> None:
+    def judge(self, run: JudgedRun, key: Key) -> None:
         """One operation of one side."""
         from detdiff_kernels import UnsupportedFormat
+
+        from ..role_scores import role_score
 
         if key[1] is not None:
             run.forget(key[1])
         try:
-            self._scores[run.side][key] = _score(run, key)
+            self._scores[run.side][key] = role_score(run, key)
         except (OracleRefused, UnsupportedFormat) as error:
             why = str(error).partition(". ")[0].rstrip(".")
             why = why.removeprefix(f"{named(key)}: ")
             self._refused.setdefault(f"run {run.side}: {why}", []).append(named(key))
 
-    def choices(self, run: _JudgedRun) -> None:
+    def choices(self, run: JudgedRun) -> None:
         """Whether each token of a greedy request is one of the highest of its own logits."""
         if run.trace.requests[run.request].get("sampling", {}).get("temperature"):
             return
@@ -437,85 +262,13 @@ class _RoleScores:
         return "; ".join(parts)
 
 
-def _score(run: _JudgedRun, key: Key) -> _RoleScore:
-    from ..oracle import judge
-
-    if key[0] == "logits" and not run.has(key):
-        return _highest(run, key)
-    positions, given, output = run.operation_rows(key)
-    feeds = run.decoder.feeds(key)
-    groups: dict[Any, list[int]] = {}
-    for n, position in enumerate(positions.tolist()):
-        arithmetic = run.arithmetic(key, position)
-        groups.setdefault((arithmetic, position if key[0] == "attention" else None), []).append(n)
-    errors: dict[int, NDArray[np.float64]] = {}
-    scale: dict[int, NDArray[np.float64]] = {}
-    outside: list[int] = []
-    worst, first = 0.0, ""
-    for (arithmetic, _), members in groups.items():
-        at = positions[members]
-        values = {name: numbers[members] for name, numbers in given.items()}
-        if key[0] == "attention":
-            values |= {name: run.cached(feeds[name], int(at[0])) for name in ("rope_k", "v")}
-            if run.trace.scenario.get("kv_bits") is not None:
-                raise OracleRefused(f"{named(key)} reads a quantised cache.")
-        operation = run.decoder.operation(key, values, run.tokens(at), at, arithmetic.dtype)
-        own: Any = getattr(run.engine, "as_computed", None)
-        if own is not None:
-            operation = own(key[0], operation, arithmetic.dtype)
-        judgement = judge(operation, output[members], arithmetic)
-        worst = max(worst, judgement.worst)
-        beyond = _beyond(operation, judgement, arithmetic).reshape(len(members), -1)
-        for n, position in enumerate(at.tolist()):
-            errors[position] = judgement.errors.reshape(len(members), -1)[n]
-            scale[position] = judgement.scale.reshape(len(members), -1)[n]
-            if beyond[n].any():
-                outside.append(position)
-                columns = np.flatnonzero(beyond[n])
-                first = (
-                    first
-                    or f"{len(columns)} of {beyond.shape[1]} elements, columns {columns[0]} to {columns[-1]}"
-                )
-    return _RoleScore(run.roles.where(key), errors, scale, worst, tuple(sorted(outside)), first)
-
-
-def _highest(run: _JudgedRun, key: Key) -> _RoleScore:
-    """The logits that tokens were chosen from, where an engine shows the highest alone: those of the head. Raises OracleRefused."""
-    generated = run.trace.generated(lens=False)
-    head: Key = ("head", None)
-    mine = np.flatnonzero((generated.request == run.request) & (generated.position < len(run.rows)))
-    known = run.has(head) and generated.top_ids.shape[1] > 0
-    errors: dict[int, NDArray[np.float64]] = {}
-    for n in mine.tolist():
-        at = np.array([int(generated.position[n])])
-        if not known or not run.captured(head, at).all():
-            continue
-        expected = run.numbers(head, at)[0][generated.top_ids[n]]
-        errors[int(at[0])] = np.abs(generated.top_logits[n].astype(np.float64) - expected)
-    if not errors:
-        raise OracleRefused(f"{named(key)}: no row of it was captured with its inputs.")
-    outside = tuple(position for position, each in errors.items() if not (each == 0).all())
-    scale = {position: np.ones_like(each) for position, each in errors.items()}
-    return _RoleScore(
-        run.roles.where(key), errors, scale, np.inf if outside else 0.0, outside, "among the highest logits"
-    )
-
-
-def _beyond(operation: Operation, judgement: Judgement, arithmetic: Arithmetic) -> NDArray[np.bool_]:
-    if judgement.inside:
-        return np.zeros(judgement.errors.shape, np.bool_)
-    found = operation.bounded(arithmetic)
-    allowed = found.unbounded & ~np.isfinite(judgement.errors)
-    return np.asarray(~(judgement.errors <= found.bound) & ~allowed, np.bool_)
-
-
 def _judgement(errors: NDArray[np.float64], scale: NDArray[np.float64]) -> Judgement:
     from ..oracle import Judgement
 
     return Judgement("", "float32", "", 0.0, (), 0.0, 0, 0, errors.size, 0.0, 0.0, "", errors, scale)
 
 
-def _entry(run: _JudgedRun, key: Key, score: _RoleScore, request: str) -> dict[str, Any]:
+def _entry(run: JudgedRun, key: Key, score: RoleScore, request: str) -> dict[str, Any]:
     size = f"{score.worst:.3g} times its rounding bound" if np.isfinite(score.worst) else "beyond any bound"
     said = (
         f"{named(key)} in run {run.side} ({run.trace.engine}, {score.where}), position {score.outside[0]} of {request}, is off float64 "
@@ -536,53 +289,3 @@ def _entry(run: _JudgedRun, key: Key, score: _RoleScore, request: str) -> dict[s
 
 def _finite(value: float) -> float | None:
     return float(value) if np.isfinite(value) else None
-
-
-def _files(a: LlamaDecoder, b: LlamaDecoder) -> str:
-    """What two models' files say differently, in a clause: a setting, or a weight by more than its dtype's rounding."""
-    if a.file.path == b.file.path:
-        return ""
-    one, other = vars(a.configuration), vars(b.configuration)
-    # The same checkpoint may be of another type, and hold its norms' weights less one.
-    for name in one.keys() - {"model_type", "unknown", "norm_offset", "tied"}:
-        if not _alike(one[name], other[name]):
-            return f"the models' files differ: {name} is {one[name]} in a and {other[name]} in b"
-    for key in a.keys():
-        apart = _weights_apart(a, b, key)
-        if apart:
-            return f"the models' files differ: {apart}"
-    return ""
-
-
-def _alike(a: Any, b: Any) -> bool:
-    if isinstance(a, float) and isinstance(b, float):
-        # A file may hold its settings in float32.
-        return bool(abs(a - b) <= 1e-6 * max(abs(a), abs(b)))
-    if isinstance(a, tuple) and isinstance(b, tuple):
-        return len(a) == len(b) and all(map(_alike, a, b))
-    return bool(a == b)
-
-
-def _weights_apart(a: LlamaDecoder, b: LlamaDecoder, key: Key) -> str:
-    from ..bounds import exact_weight
-    from ..model_file import NORMS, WEIGHTS
-    from ..roundings import UNIT
-
-    role, layer = key
-    if role not in WEIGHTS:
-        return ""
-    if role in NORMS:
-        found = [each.file.norm(role, layer) for each in (a, b)]
-        if None in found:
-            return "" if found[0] is found[1] else f"only one has a weight for {named(key)}"
-        (x, dtype_x), (y, dtype_y) = (each for each in found if each is not None)
-        room = 2 * max(UNIT[dtype_x], UNIT[dtype_y]) * (1 + np.maximum(np.abs(x), np.abs(y)))
-    else:
-        one, other = a.file.weight(role, layer), b.file.weight(role, layer)
-        if (one.n, one.k) != (other.n, other.k):
-            return f"the weight of {named(key)} is {one.n} by {one.k} in a and {other.n} by {other.k} in b"
-        rows = np.unique(np.linspace(0, one.n - 1, _SAMPLED).astype(np.int64))
-        x, y = exact_weight(one, rows), exact_weight(other, rows)
-        unit = max(UNIT.get(getattr(each, "dtype", ""), UNIT["bfloat16"]) for each in (one, other))
-        room = 2 * unit * np.maximum(np.abs(x), np.abs(y)) + 2.0**-24
-    return "" if (np.abs(x - y) <= room).all() else f"the weights of {named(key)} are not the same numbers"
