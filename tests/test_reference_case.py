@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tiers import THOROUGH
 
 from detdiff.compare import Divergence, compare
 from detdiff.engines.mlx.engine import RecordOptions, record
@@ -15,6 +16,7 @@ from detdiff.trace import Trace
 
 FOLDER = Path(__file__).parents[1] / "traces" / "reference-case"
 NAMES = ("serial", "continuous", "held-serial", "held-continuous")
+NOW = NAMES if THOROUGH else NAMES[:2]
 
 
 def asked(name: str) -> Scenario:
@@ -33,7 +35,7 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trace]:
             draft=models.draft,
             options=RecordOptions(observe=2),
         )
-        for name in NAMES
+        for name in NOW
     }
 
 
@@ -98,6 +100,7 @@ def test_acceptance_differs_as_the_engine_counts_it(found: Divergence) -> None:
     assert f"acceptance: {verification.a.accepted} of {verification.a.proposed} in" in text
 
 
+@pytest.mark.thorough
 def test_one_kernel_for_every_size_gives_the_same_answers_and_acceptance(traces: dict[str, Trace]) -> None:
     held = compare(traces["held-serial"], traces["held-continuous"])
     assert held.identical and not held.bookkeeping

@@ -57,7 +57,7 @@ def drawn(arch: str, seed: int, **keys: Any) -> Scenario:
     ("arch", "fmt", "variant", "seed"),
     some_now(
         [(*cell, number % SEEDS) for number, cell in enumerate(CELLS)],
-        *range(0, len(CELLS), 7),
+        *range(0, len(CELLS), 9),
         len(CELLS) - 3,
     ),
 )

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from runs import digests, model, scenario
+from tiers import some_now
 from tiny import tiny
 
 from detdiff.engines.mlx.engine import RecordOptions, record
@@ -41,7 +42,7 @@ def after(tokens: int, error: type[BaseException]) -> Callable[[int, int], None]
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, Broken, MemoryError, SystemExit])
 @pytest.mark.parametrize(
-    ("schedule", "layout"), [("serial", "padded"), ("static", "padded"), ("static", "packed")]
+    ("schedule", "layout"), some_now([("serial", "padded"), ("static", "padded"), ("static", "packed")], 1, 2)
 )
 def test_an_interrupted_run_leaves_its_finished_shards(
     tmp_path: Path, error: type[BaseException], schedule: str, layout: str

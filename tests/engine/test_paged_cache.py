@@ -33,7 +33,7 @@ PAGED = [arch for arch in PACKABLE if arch != "gemma3_text"]
 
 
 @pytest.mark.parametrize(
-    ("arch", "size"), some_now([(arch, size) for arch in PAGED for size in (1, 5, 16)], 0, 1, 2, 3, 7, 11, 12)
+    ("arch", "size"), some_now([(arch, size) for arch in PAGED for size in (1, 5, 16)], 0, 4, 8, 9, 14)
 )
 def test_a_paged_run_is_bit_equal_to_a_contiguous_one(runs: Runs, arch: str, size: int) -> None:
     plain = runs.once(model(arch), scenario(**PACKED))

@@ -133,7 +133,7 @@ def test_an_origin_is_where_the_paths_part(runs: Runs, thresholds: str, arch: st
 
 
 @pytest.mark.parametrize("layout", ["padded", "packed"])
-@pytest.mark.parametrize(("arch", "fmt"), some_now(CELLS, 0, 8, 11))
+@pytest.mark.parametrize(("arch", "fmt"), some_now(CELLS, 8, 11))
 def test_with_one_kernel_each_nothing_parts(
     runs: Runs, one_each: str, arch: str, fmt: str, layout: str
 ) -> None:

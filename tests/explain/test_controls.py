@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 from runs import Runs, model, scenario
+from tiers import some_now
 from tiny import tiny
 
 from detdiff.engines.mlx.engine import RecordOptions
@@ -56,7 +57,7 @@ def test_a_sound_run_repeats(runs: Runs) -> None:
     assert control.detail["repetitions"] == {"a": 2, "b": 2}
 
 
-@pytest.mark.parametrize("layout", ["padded", "packed"])
+@pytest.mark.parametrize("layout", some_now(["padded", "packed"], 1))
 def test_a_random_sum_is_a_race(runs: Runs, layout: str) -> None:
     def shaken(y: mx.array) -> mx.array:
         return y * (1 + 1e-6 * mx.array(np.random.default_rng().standard_normal(), mx.float32))
@@ -67,7 +68,9 @@ def test_a_random_sum_is_a_race(runs: Runs, layout: str) -> None:
     assert control.detail["site"].endswith("v_proj")
 
 
-@pytest.mark.parametrize(("layout", "kernels"), [("padded", "mlx-metal"), ("packed", "candle-metal")])
+@pytest.mark.parametrize(
+    ("layout", "kernels"), some_now([("padded", "mlx-metal"), ("packed", "candle-metal")], 1)
+)
 def test_holding_the_path_removes_what_the_path_made(runs: Runs, layout: str, kernels: str) -> None:
     case = _case(runs, model("llama"), "serial", "continuous", layout, **{**METAL, "kernels": kernels})
     assert case.focus.stage is not None

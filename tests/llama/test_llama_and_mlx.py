@@ -14,6 +14,7 @@ import pytest
 from models import need_llama
 from numpy.typing import NDArray
 from plugins.small_gguf import small_gguf
+from tiers import some_now
 from torch_models import torch_or_skip
 
 from detdiff import Scenario, Verdict, compare, explain, record
@@ -100,8 +101,12 @@ def figures(verdict: Verdict) -> RolesFigures:
     return control.detail
 
 
-@pytest.mark.parametrize("flash", ["on", "off"])
-@pytest.mark.parametrize("kind", ["F32", "F16", "Q8_0", "Q4_1"])
+@pytest.mark.parametrize(
+    ("kind", "flash"),
+    some_now(
+        [(kind, flash) for kind in ("F32", "F16", "Q8_0", "Q4_1") for flash in ("on", "off")], 0, 3, 4, 7
+    ),
+)
 def test_one_file_in_both_is_numerics_with_every_operation_inside(
     kind: str, flash: str, tmp_path: Path
 ) -> None:
