@@ -35,7 +35,8 @@ def words(text: str) -> str:
 def test_every_command_does_what_the_page_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "traces").symlink_to(ROOT / "traces")
     monkeypatch.chdir(tmp_path)
-    found = list(steps(PAGE.read_text(encoding="utf-8")))
+    # What comes after runs a real model in llama.cpp: tests/llama.
+    found = list(steps(PAGE.read_text(encoding="utf-8").partition("\n## 6.")[0]))
     assert len(found) == 6
     for command, code, shown in found:
         result = run(*shlex.split(command))

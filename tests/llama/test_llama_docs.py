@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,32 @@ def test_the_commands_of_the_section(
     if "origin at Qcur-0.MUL_MAT, position 4 of r0" not in found:
         pytest.skip("another operation is the first whose kernels differ on this processor")
     for part in shown.split("[...]"):
+        assert flat(part) in found
+
+
+@pytest.mark.real_model
+@pytest.mark.thorough
+def test_the_tutorials_last_command(
+    smollm2_f16_gguf: Path, smollm2_q4_1_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    need_llama()
+    text = (PAGE.parent / "tutorial.md").read_text(encoding="utf-8").partition("\n## 6.")[2]
+    (command,) = re.findall(r"^ {4}detdiff (.*)$", text, re.MULTILINE)
+    folder = tmp_path / "traces" / "reference-case"
+    folder.mkdir(parents=True)
+    for name in ("llama-serial.toml", "llama-continuous.toml"):
+        shutil.copy(PAGE.parents[1] / "traces" / "reference-case" / name, folder)
+    (folder / "smollm2-f16.gguf").symlink_to(smollm2_f16_gguf)
+    (folder / "smollm2-q4_1.gguf").symlink_to(smollm2_q4_1_gguf)
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(main, shlex.split(command))
+    if result.exit_code == IDENTICAL:
+        pytest.skip("this processor's F16 kernels compute a row alike for every number of rows")
+    assert result.exit_code == DIFFERENT
+    found = flat(result.output)
+    if "flips at generated token 33" not in found:
+        pytest.skip("another token flips on this processor, or none")
+    for part in text.partition("```text\n")[2].partition("```")[0].split("[...]"):
         assert flat(part) in found
 
 
