@@ -198,6 +198,7 @@ class RoleScore:
 
 
 def role_score(run: JudgedRun, key: Key) -> RoleScore:
+    """One operation in the rows that are judged. Raises OracleRefused, and UnsupportedFormat for a weight that no bound is of."""
     if key[0] == "logits" and not run.has(key):
         return _highest(run, key)
     positions, given, output = run.operation_rows(key)

@@ -111,6 +111,8 @@ def test_a_fault_in_either_engine_is_named_there(name: str, side: str, tmp_path:
     assert first["engine"] == {"a": "mlx", "b": "transformers"}[side]
     assert f"{role} of layer {layer} in run {side}" in verdict.sentence
     assert (found(verdict).outside_a == 0) == (side == "b") and not found(verdict).shared
+    said = " ".join(str(verdict).split())
+    assert f"outside: {role} of layer {layer} in run {side}" in said and "outside (a / b)" in said
     # Where an operation is right given its inputs, nothing that follows from the fault is blamed.
     assert {each["run"] for each in found(verdict).outside_where} == {side}
 
