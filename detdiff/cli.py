@@ -168,10 +168,17 @@ def sides_options(traces: str, *, keep: bool = True) -> Callable[[F], F]:
         click.argument("files", nargs=-1, metavar="[A] [B]", type=click.Path(path_type=Path)),
         click.option(
             "--model",
-            help=f"Without files: builtin, a directory, or a hub id. {traces}: where their model is now.",
+            help=f"Without files: builtin, a directory, a hub id, or a server's address. {traces}: where their model is now.",
         ),
         click.option(
             "--prompt", "prompts", multiple=True, help="Without files: a request's text; give one for each."
+        ),
+        click.option(
+            "--prompts",
+            "prompts_file",
+            metavar="FILE",
+            type=click.Path(path_type=Path),
+            help="Without files: prompts, one a line, as text or as JSON with prompt or messages.",
         ),
         click.option(
             "--a",
@@ -191,6 +198,11 @@ def sides_options(traces: str, *, keep: bool = True) -> Callable[[F], F]:
             "--kernels", metavar="NAME", help="Short for --both kernels=NAME: a dispatch profile, or native."
         ),
         engine_option("--both"),
+        click.option(
+            "--server-kind",
+            metavar="KIND",
+            help="Short for --both engine.kind=KIND: vllm, sglang, llama.cpp, tgi, mlx_lm, transformers or openai.",
+        ),
         import_option,
     )
     keep_option = click.option(
@@ -293,16 +305,32 @@ def record(
 @across_models_option
 @across_engines_option
 @partial_option
+@click.option(
+    "--repeats", metavar="N", type=click.IntRange(1), help="Run each side N times, and sum up all requests."
+)
+@click.option(
+    "--levels", metavar="N,N", help="Run side b with so many requests at once each, and sum up all requests."
+)
+@click.option(
+    "--expect-invariant",
+    is_flag=True,
+    help="Sum up all requests; any difference, of repetitions too, is exit code 1.",
+)
 @json_option
-def compare(files: tuple[Path, ...], **options: Any) -> None:
+def compare(
+    files: tuple[Path, ...], repeats: int | None, levels: str | None, expect_invariant: bool, **options: Any
+) -> None:
     """Find where run B diverges from run A.
 
     A and B are traces, or scenario files, which are recorded first. One scenario file serves both sides, with --a
-    and --b saying what differs. Without files, --model and --prompt say what to run.
+    and --b saying what differs. Without files, --model and --prompt, or --prompts, say what to run. With --prompts, --repeats,
+    --levels or --expect-invariant the answer is a summary over all requests.
 
     Example: detdiff compare --model builtin --prompt "In the beginning" --prompt "My son" --both "layout=packed
     kernels=candle-metal" --a schedule=serial --b "schedule=continuous arrivals=0,5"
     """
+    if options["prompts_file"] is not None or repeats or levels or expect_invariant:
+        _summarise(files, repeats, levels, expect_invariant, options)
     from detdiff.commands.sides import check_replay, named, recorded, sides
     from detdiff.compare import compare as compare_traces
     from detdiff.report import divergence_text, to_json
@@ -324,6 +352,25 @@ def compare(files: tuple[Path, ...], **options: Any) -> None:
     _answer(options["as_json"], lambda: to_json(answer), lambda: divergence_text(answer, width=_width()))
     code = IDENTICAL if answer.identical else INCONCLUSIVE if answer.inconclusive else DIFFERENT
     click.get_current_context().exit(code)
+
+
+def _summarise(
+    files: tuple[Path, ...],
+    repeats: int | None,
+    levels: str | None,
+    expect_invariant: bool,
+    options: Mapping[str, Any],
+) -> None:
+    """Sum up all requests, and exit."""
+    from detdiff.commands.prompts import SummaryArguments, summarised
+    from detdiff.report.summary import summary_json, summary_text
+
+    found = summarised(_asked(files, options), SummaryArguments.of(repeats, levels), _progress)
+    _answer(options["as_json"], lambda: summary_json(found), lambda: summary_text(found, width=_width()))
+    counted = (*found.arms, *found.repeats) if expect_invariant else found.arms
+    differs = any(arm.differing for arm in counted)
+    whole = all(arm.identical for arm in counted) and not found.unmet
+    click.get_current_context().exit(DIFFERENT if differs else IDENTICAL if whole else INCONCLUSIVE)
 
 
 @main.command()
@@ -488,10 +535,13 @@ def _asked(files: tuple[Path, ...], options: Mapping[str, Any]) -> ComparisonArg
     short = [
         f"{key}={options[key]}" for key in ("split_rows", "kernels", "engine") if options[key] is not None
     ]
+    if options["server_kind"] is not None:
+        short.append(f"engine.kind={options['server_kind']}")
     return ComparisonArguments(
         files=files,
         model=options["model"],
         prompts=options["prompts"],
+        prompts_file=options["prompts_file"],
         both=f"{options['both']} {_words(short)}",
         a=options["flags_a"],
         b=options["flags_b"],

@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from detdiff.commands.prompts import read_prompts, with_prompts
 from detdiff.commands.start import settled, wait_for_use
 from detdiff.compare.across import other_engines
 from detdiff.engines.base import RESET, SITES, Engine, RunOptions
@@ -40,6 +41,7 @@ class ComparisonArguments:
     files: tuple[Path, ...] = ()
     model: str | None = None
     prompts: tuple[str, ...] = ()
+    prompts_file: Path | None = None
     both: str = ""
     a: str = ""
     b: str = ""
@@ -117,6 +119,10 @@ def _check_files(asked: ComparisonArguments) -> None:
                 f"{path} is not there; expected a trace, which is a directory that `detdiff record` wrote, or a "
                 "scenario file. Check the spelling."
             )
+    if asked.files and asked.prompts_file is not None:
+        raise CommandError(
+            f"There are both {asked.files[0]} and --prompts. --prompts says what to run where there are no files; give either."
+        )
     if not asked.files or (asked.model is None and not asked.prompts):
         return
     first = asked.files[0]
@@ -156,10 +162,18 @@ def _from_flags(asked: ComparisonArguments) -> tuple[Side, Side]:
             "Both sides would be the same run. Say with --a and --b what differs, such as --a schedule=serial --b "
             "schedule=static, or with one of them alone."
         )
+    if asked.prompts_file is not None and asked.prompts:
+        raise CommandError(
+            "There are both --prompts and --prompt; put all prompts into the file, or leave it out."
+        )
+    given = () if asked.prompts_file is None else read_prompts(asked.prompts_file)
     made = []
     for name, own in flags.items():
         with located(f"side {name}"):
-            scenario = Scenario.from_flags(asked.model, asked.prompts, own)
+            texts = [each["prompt"] for each in given] or asked.prompts
+            scenario = Scenario.from_flags(asked.model, texts, own)
+            if given:
+                scenario = with_prompts(scenario, given)
             made.append(Side(name, scenario, f"side {name}"))
     return made[0], made[1]
 
