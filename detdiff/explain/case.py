@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from detdiff.compare import Divergence, RequestDivergence, compare
-from detdiff.engines.base import RESET, Engine, Overrides, RunOptions
+from detdiff.engines.base import ADDRESS, RESET, Engine, Overrides, RunOptions
 from detdiff.engines.record import record
 from detdiff.engines.registry import as_engine, mlx_engine, open_engine, same_engine
 from detdiff.errors import EngineUnusable, ReplayError
@@ -152,7 +152,8 @@ class Case:
         if RESET in engine.capabilities:
             engine.reset()
             return engine
-        if not self.reopens:
+        if not self.reopens or ADDRESS in engine.capabilities:
+            # To open what asks an address anew leaves what serves there as it is.
             raise CannotRun(engine.lacks(RESET))
         return open_engine(self.scenario(side))
 

@@ -12,6 +12,7 @@ from detdiff.compare.divergence import Divergence, Finding, Origin, RequestDiver
 from detdiff.trace import Trace, parse_ranges
 
 from .control import Control, Figures
+from .outside import AnswerDifferences, differences, engine_name
 from .verdict import Evidence
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Figures)
 
+SERVER: Final = "server"
 KNOWN_CACHES: Final = frozenset(
     {
         "KVCache", "QuantizedKVCache", "RotatingKVCache", "BatchKVCache", "BatchRotatingKVCache", "ConcatenateKVCache",
@@ -67,6 +69,8 @@ class RecordedFacts:
     quantised_b: tuple[tuple[int, int], ...] = ()
     not_finite: tuple[tuple[str, str, int], ...] = ()
     unknown: Mapping[int, str] = field(default_factory=dict)
+    answers: AnswerDifferences | None = None
+    """Of runs that a server answered."""
 
     @classmethod
     def of(cls, a: Trace, b: Trace) -> RecordedFacts:
@@ -76,6 +80,7 @@ class RecordedFacts:
             _quantised(b),
             tuple(found for run, trace in (("a", a), ("b", b)) for found in _not_finite(run, trace)),
             {**_unknown(a), **_unknown(b)},
+            differences(a, b) if all(engine_name(t.scenario) == SERVER for t in (a, b)) else None,
         )
 
 
@@ -154,6 +159,12 @@ class Facts:
     def diverged(self) -> tuple[RequestDivergence, ...]:
         """The requests that part."""
         return () if self.divergence is None else tuple(r for r in self.divergence.requests if r.stage)
+
+    @property
+    def outside(self) -> bool:
+        """Whether both runs are answers of a server, of which nothing else is seen."""
+        runs = () if self.divergence is None else (self.divergence.a, self.divergence.b)
+        return bool(runs) and all(engine_name(run.scenario) == SERVER for run in runs)
 
     @property
     def first(self) -> RequestDivergence | None:

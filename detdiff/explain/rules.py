@@ -122,6 +122,26 @@ RULES: Final[tuple[VerdictRule, ...]] = (
         stops=(),
     ),
     VerdictRule(
+        "cached",
+        "a server's answers change once part of a prompt comes from its prefix cache, and cached ones repeat",
+        "configuration",
+        lambda facts: facts.result("cached") == "differs",
+        sentences.say_cached,
+        ("cached",),
+        sentences.advise_cached,
+        stops=("cached",),
+    ),
+    VerdictRule(
+        "served",
+        "a server answers otherwise when the same requests come one by one in reverse order, and each order repeats",
+        "nondeterminism",
+        lambda facts: facts.result("served") == "differs",
+        sentences.say_order,
+        ("served",),
+        sentences.advise_served,
+        stops=("served",),
+    ),
+    VerdictRule(
         "repeat",
         "the same scenario, run again, gave other bits",
         "nondeterminism",
@@ -269,10 +289,45 @@ RULES: Final[tuple[VerdictRule, ...]] = (
         "leak",
         "other text of the neighbours, of the same length, changed a request, and a repeat is equal",
         "bug",
-        lambda facts: facts.result("neighbour_content") == "differs" and facts.result("repeat") == "equal",
+        lambda facts: (
+            facts.result("neighbour_content") == "differs"
+            and facts.result("repeat") == "equal"
+            and not facts.outside
+        ),
         sentences.say_leak,
         ("neighbour_content", "repeat"),
         sentences.advise_bug,
+    ),
+    VerdictRule(
+        "another-answer",
+        "a server answered a request with another one's text or log-probabilities, and a repeat is equal",
+        "bug",
+        lambda facts: facts.result("answers") == "another" and facts.result("repeat") == "equal",
+        sentences.say_another,
+        ("answers", "repeat"),
+        sentences.advise_bug,
+        stops=("answers",),
+    ),
+    VerdictRule(
+        "content",
+        "a server's answer follows the content of its neighbours, whose lengths are the same, further than rounding would; each content "
+        "and a repeat are equal",
+        "bug",
+        lambda facts: facts.result("other_neighbours") == "differs" and facts.result("repeat") == "equal",
+        sentences.say_content,
+        ("other_neighbours", "repeat"),
+        sentences.advise_bug,
+        stops=("other_neighbours",),
+    ),
+    VerdictRule(
+        "dropped",
+        "a server answers one side bit for bit as the other side without a setting that both ask for, and a repeat is equal",
+        "bug",
+        lambda facts: facts.result("unset") == "dropped" and facts.result("repeat") == "equal",
+        sentences.say_dropped,
+        ("unset", "repeat"),
+        sentences.advise_bug,
+        stops=("unset",),
     ),
     VerdictRule(
         "reading",
@@ -326,6 +381,15 @@ RULES: Final[tuple[VerdictRule, ...]] = (
         sentences.advise_path,
     ),
     VerdictRule(
+        "outside-only",
+        "none of the above, and a server shows answers alone: the verdict says whether they look as rounding would",
+        "undetermined",
+        lambda facts: facts.outside,
+        sentences.say_outside_only,
+        (),
+        sentences.advise_outside_only,
+    ),
+    VerdictRule(
         "undetermined",
         "none of the above: the verdict says what is missing",
         "undetermined",
@@ -364,6 +428,8 @@ def decide(facts: Facts) -> Verdict:
 def _missing(rule: VerdictRule, facts: Facts) -> tuple[str, ...]:
     if rule.name == "incomplete":
         return sentences.left_out(facts)
+    if rule.name == "outside-only":
+        return sentences.outside_missing(facts)
     return sentences.missing(facts) if rule.name in ("undetermined", "engines") else ()
 
 

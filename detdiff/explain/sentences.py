@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Final
 
 from .controls.finite import FiniteFigures
@@ -237,6 +237,72 @@ def say_path(facts: Facts) -> str:
     nearer = _oracle(facts).nearer or "equal"
     which = "neither is nearer to float64" if nearer == "equal" else f"run {nearer} is nearer to float64"
     return f"Rounding: {_change(facts)} {_held_how(facts)} Both paths stay inside their rounding bounds, and {which}."
+
+
+def say_cached(facts: Facts) -> str:
+    found = next(
+        (c.detail for c in (facts.controls.get("cached"),) if c and isinstance(c.detail, Mapping)), {}
+    )
+    words: dict[bool | None, str] = {
+        True: "It looks as rounding would, which a prefill of fewer rows brings with it.",
+        False: "It does not look as rounding would: a wrong or a stale page of the cache would look so, too, and from outside it cannot be "
+        "told which it is.",
+    }
+    looks = words.get(
+        found.get("rounding"), "Whether that is rounding cannot be said without log-probabilities."
+    )
+    return f"A difference of configuration: answers from the prefix cache against answers without it. {_said(facts, 'cached')} {looks}"
+
+
+def say_order(facts: Facts) -> str:
+    return (
+        f"It depends on what was served before: something is kept between requests. {_said(facts, 'served')}"
+    )
+
+
+def say_another(facts: Facts) -> str:
+    return f"Another request's answer: {_said(facts, 'answers')} No rounding makes that."
+
+
+def say_content(facts: Facts) -> str:
+    return f"A leak between requests: {_said(facts, 'other_neighbours')}"
+
+
+def say_dropped(facts: Facts) -> str:
+    return f"A setting is not applied in one side: {_said(facts, 'unset')}"
+
+
+def say_outside_only(facts: Facts) -> str:
+    found = facts.recorded.answers
+    if found is None:
+        return "The cause was not established, and no answers can be set side by side."
+    words: dict[bool | None, str] = {
+        True: "As rounding would look",
+        False: "Not as rounding would look",
+    }
+    looks = words.get(found.rounding, "Whether it looks as rounding would cannot be said")
+    return f"{looks}: {found.said}. What caused it cannot be seen from outside."
+
+
+def advise_outside_only(facts: Facts) -> str:
+    return (
+        "Run the same model and requests on an engine that shows its sites (--engine llama.cpp, transformers or mlx), or try the "
+        "server's deterministic mode with --expect-invariant."
+    )
+
+
+def advise_cached(facts: Facts) -> str:
+    return "Compare with prefix caches off, or with both sides served once before; docs/servers.md says how for each server."
+
+
+def outside_missing(facts: Facts) -> tuple[str, ...]:
+    """What a server does not show that a verdict of rounding or of a bug would rest on."""
+    found = ["what was in each batch, and what computed it: a server shows answers alone"]
+    for control in ("repeat", "answers", "other_neighbours", "unset", "served", "cached"):
+        held = facts.controls.get(control)
+        if held is not None and held.result in ("not_run", "unsteady", "small"):
+            found.append(f"the control {control} ({held.sentence})")
+    return tuple(found)
 
 
 def say_undetermined(facts: Facts) -> str:

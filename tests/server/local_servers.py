@@ -249,13 +249,12 @@ class SmallModel:
         for step in range(max(each.body["max_tokens"] for each in batch)):
             running = [each for each in batch if step < each.body["max_tokens"]]
             found = [self._step(each, batch, noise, before) for each in running]
-            if len(batch) > 1 and self.fault == "swapped":
-                found = found[1:] + found[:1]
             for n, (each, (token, scores)) in enumerate(zip(running, found, strict=True)):
                 each.tokens.append(token)
                 if len(batch) > 1 and self.fault == "neighbour_scores":
                     scores = found[n - 1][1]
-                each.events.put(_event(token, scores, int(each.body.get("logprobs") is not None) and 4))
+                to = running[n - 1] if len(batch) > 1 and self.fault == "swapped" else each
+                to.events.put(_event(token, scores, int(each.body.get("logprobs") is not None) and 4))
             # The threads that send the tokens of this step, and those that read them, go first.
             while any(not each.events.empty() for each in running):
                 time.sleep(0.001)
@@ -270,16 +269,16 @@ class SmallModel:
     ) -> tuple[int, list[float]]:
         own = [*each.read, *each.tokens]
         draw = random.Random(zlib.crc32(bytes(own)))
-        logits = [4 * draw.random() for _ in range(WORDS)]
+        logits = [8 * draw.random() for _ in range(WORDS)]
         together = len(batch) > 1
         if together and self.fault == "rounding":
             logits = [each + 1e-4 * draw.random() for each in logits]
         if together and self.fault == "random":
             logits = [each + noise * draw.random() for each in logits]
         if self.fault == "state":
-            logits[sum(before) % WORDS] += 3
+            logits[sum(before) % WORDS] += 5
         if together and self.fault == "leak" and len(each.tokens) >= 2:
-            logits[sum(batch[batch.index(each) - 1].prompt) % WORDS] += 3
+            logits[sum(batch[batch.index(each) - 1].prompt) % WORDS] += 5
         if each.body.get("repetition_penalty") and not (together and self.fault == "no_penalty"):
             for token in each.tokens:
                 logits[token] -= 2

@@ -13,6 +13,7 @@ from detdiff.trace import Trace
 
 from ..case import Case, Side
 from ..control import CannotRun, Figures, Outcome, control
+from ..facts import Facts
 
 SEED = 4
 
@@ -41,7 +42,12 @@ class NeighbourFigures(Figures):
     entry: Mapping[str, Any] | None = None
 
 
-@control("neighbour_content", after="pin_kernels")
+def _inside(facts: Facts) -> bool:
+    """Whether both engines show what was in their batches. What a server was sent together is no such proof."""
+    return not facts.outside
+
+
+@control("neighbour_content", after="pin_kernels", asked_by=_inside)
 def neighbour_content(case: Case) -> Outcome:
     """Other text of the same length for all requests but one: nothing of that one may change.
 
@@ -51,7 +57,7 @@ def neighbour_content(case: Case) -> Outcome:
     """
     side, id = _subject(case)
     trace = case.trace(side)
-    scenario = _changed(case, side, id, lambda tokens, draw: [draw() for _ in tokens], keep_length=True)
+    scenario = changed(case, side, id, lambda tokens, draw: [draw() for _ in tokens], keep_length=True)
     again = case.record(scenario, side)
     alike = _alike_forwards(trace, again)
     found = compare(trace, again).request(id)
@@ -78,12 +84,12 @@ def neighbour_content(case: Case) -> Outcome:
     return Outcome("differs", sentence, NeighbourFigures(**detail))
 
 
-@control("neighbour_length", after="patch_out")
+@control("neighbour_length", after="patch_out", asked_by=_inside)
 def neighbour_length(case: Case) -> Outcome:
     """The other requests one token shorter (longer, where they have one). Result ``equal`` or ``differs``: shapes change,
     so kernels may, and only together with ``neighbour_content`` does it say anything."""
     side, id = _subject(case)
-    scenario = _changed(
+    scenario = changed(
         case,
         side,
         id,
@@ -116,19 +122,21 @@ def _company(trace: Trace, number: int) -> int:
     return sum(number in them and len(them) > 1 for them in members)
 
 
-def _changed(
+def changed(
     case: Case,
     side: Side,
     id: str,
     change: Callable[[list[int], Callable[[], int]], list[int]],
     *,
     keep_length: bool,
+    seed: int = SEED,
 ) -> Scenario:
+    """The scenario of a side with the tokens of all requests but ``id`` changed, drawn with ``seed``."""
     trace, scenario = case.trace(side), case.scenario(side)
     engine = case.engine(side)
     size = engine.identity.get("vocab_size") or max(max(r["tokens"]) for r in trace.requests) + 1
     stops = set(getattr(engine, "stop_tokens", ()))
-    random_ = random.Random(SEED)
+    random_ = random.Random(seed)
     usable = [token for token in range(int(size)) if token not in stops]
 
     def draw() -> int:

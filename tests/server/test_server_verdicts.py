@@ -1,0 +1,101 @@
+"""Six faults behind an address, each named as far as it can be from outside, and servers without any."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from local_servers import SmallModel
+
+from detdiff import Scenario, explain
+from detdiff.explain import Verdict
+
+PROMPTS = ["the first prompt", "another one", "a third, which is longer", "and the last"]
+
+
+def verdict(
+    fault: str, *, body: Mapping[str, Any] | None = None, prompts: list[str] = PROMPTS, **how: Any
+) -> Verdict:
+    """The verdict on serial against one batch of a small model with a fault."""
+    with SmallModel(fault, **how).at() as address:
+        alone = Scenario.from_flags(f"{address}/v1", prompts, "max_tokens=5 engine.retries=0")
+        if body:
+            alone = alone.with_changes(**{"engine.body": dict(body)})
+        size = {"size": len(prompts), **(body or {})}
+        return explain(alone, alone.with_changes(**{"schedule": "static", "engine.body": size}))
+
+
+def test_a_healthy_server_is_identical() -> None:
+    found = verdict("")
+    assert found.kind == "identical"
+
+
+def test_rounding_is_never_called_a_bug() -> None:
+    found = verdict("rounding")
+    assert (found.kind, found.rule) == ("undetermined", "outside-only")
+    assert found.sentence.startswith("As rounding would look: log-probabilities move by ")
+    assert any("a server shows answers alone" in each for each in found.missing)
+    results = {control.name: control.result for control in found.controls}
+    assert results["repeat"] == results["served"] == results["other_neighbours"] == "equal"
+    assert results["answers"] == "own" and results["cached"] == "none"
+    assert results["fresh"] == "not_run"
+
+
+def test_answers_that_are_swapped() -> None:
+    found = verdict("swapped")
+    assert (found.kind, found.rule) == ("bug", "another-answer")
+    assert "got the text that" in found.sentence
+
+
+def test_log_probabilities_of_the_neighbour() -> None:
+    found = verdict("neighbour_scores")
+    assert (found.kind, found.rule) == ("bug", "another-answer")
+    assert "got the log-probabilities that" in found.sentence
+
+
+def test_what_is_kept_between_requests() -> None:
+    found = verdict("state")
+    assert (found.kind, found.rule) == ("nondeterminism", "served")
+    assert "depends on the request that was served before it" in found.sentence
+
+
+def test_what_is_random_in_batches() -> None:
+    found = verdict("random")
+    assert (found.kind, found.rule) == ("nondeterminism", "repeat")
+
+
+@pytest.mark.parametrize("owner", ["other"])
+def test_a_prefix_cache_with_the_wrong_page(owner: str) -> None:
+    found = verdict("wrong_page", owner=owner)
+    assert (found.kind, found.rule) == ("configuration", "cached")
+    assert "It does not look as rounding would: a wrong or a stale page" in found.sentence
+    assert "from outside it cannot be told which" in found.sentence
+
+
+def test_a_prefix_cache_without_fault_changes_nothing() -> None:
+    assert verdict("", owner="other").kind == "identical"
+
+
+def test_a_penalty_that_is_dropped_in_a_batch() -> None:
+    found = verdict("no_penalty", body={"repetition_penalty": 1.2})
+    assert (found.kind, found.rule) == ("bug", "dropped")
+    assert "Without repetition_penalty, side a gives bit for bit what side b gives with it" in found.sentence
+
+
+def test_a_penalty_that_is_kept() -> None:
+    found = verdict("rounding", body={"repetition_penalty": 1.2})
+    assert found.rule == "outside-only"
+    assert next(each.result for each in found.controls if each.name == "unset") == "kept"
+
+
+def test_the_content_of_neighbours() -> None:
+    found = verdict("leak")
+    assert (found.kind, found.rule) == ("bug", "content")
+    assert "follows the content of its neighbours" in found.sentence
+
+
+def test_text_alone_says_what_cannot_be_known() -> None:
+    found = verdict("rounding", owner="other")
+    assert found.kind == "undetermined"
+    assert any("neighbours of the same number of tokens cannot be made" in each for each in found.missing)
