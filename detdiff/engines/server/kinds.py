@@ -132,7 +132,9 @@ def detect(ask: Asked, said: str = "") -> FoundServer:
             if name == "tgi" and not models:
                 models = (str(asked("/info", "model_id")),)
             return known(name, "" if name == "sglang" else version, path)
-    if own.startswith("BaseHTTP/") and entries and owners == {""}:
+    # Python's own server, which names its models without owners, or nothing where the hub's cache is not there.
+    unowned = owners == {""} if entries else listed is None or isinstance(listed, Mapping)
+    if own.startswith("BaseHTTP/") and unowned and asked("/health", "status") is not None:
         return known("mlx_lm", "", "its headers and models")
     version = asked("/version", "version")
     if version is not None:
