@@ -362,7 +362,7 @@ def _summarise(
     options: Mapping[str, Any],
 ) -> None:
     """Sum up all requests, and exit."""
-    from detdiff.commands.prompts import SummaryArguments, summarised
+    from detdiff.commands.summary import SummaryArguments, summarised
     from detdiff.report.summary import summary_json, summary_text
 
     found = summarised(_asked(files, options), SummaryArguments.of(repeats, levels), _progress)
