@@ -30,8 +30,9 @@ from verdict_facts import (
     two_engines,
 )
 
-from detdiff.compare import Finding
+from detdiff.compare import Divergence, Finding
 from detdiff.explain.facts import CACHE_FINDINGS, CONTRADICTIONS, Facts, RecordedFacts
+from detdiff.explain.outside import AnswerDifferences
 from detdiff.explain.rules import RULES, TABLE_END, TABLE_START, decide, deciding, table
 from detdiff.explain.verdict import KINDS
 
@@ -52,9 +53,45 @@ def quantised(**results: str) -> Facts:
     return facts(found(read(), QUANTISE), QUANTISED, **{"configuration": "removed", **results})
 
 
+def served() -> Divergence:
+    """The same, of answers of a server."""
+    runs = {
+        side: replace(
+            getattr(diverged(), side), scenario={**getattr(diverged(), side).scenario, "engine": "server"}
+        )
+        for side in "ab"
+    }
+    return replace(diverged(), **runs)
+
+
+@pytest.mark.parametrize(
+    ("answers", "rounding"),
+    [
+        (AnswerDifferences(3, 0, 0.01, 0.01), True),
+        (AnswerDifferences(3, 1, 0.01, 0.3, 0.015, "r0", 4), True),
+        (AnswerDifferences(3, 1, 0.01, 0.3, 0.2, "r0", 4), False),
+        (AnswerDifferences(3, 0, 2.0, 2.0), False),
+        (AnswerDifferences(3, 1, None, 0.3, 0.2, "r0", 0), None),
+        (AnswerDifferences(3, 1, None, None), None),
+    ],
+)
+def test_what_looks_as_rounding_would(answers: AnswerDifferences, rounding: bool | None) -> None:
+    assert answers.rounding is rounding
+    verdict = decide(facts(served(), RecordedFacts(answers=answers), oracle="not_run"))
+    assert verdict.kind == "undetermined"
+    start = {
+        True: "As rounding would look",
+        False: "Not as rounding would look",
+        None: "Whether it looks as rounding would cannot",
+    }
+    assert verdict.sentence.startswith(start[rounding])
+
+
 CASES: dict[str, tuple[Callable[[], Facts], Callable[[], Facts]]] = {
     "nothing": (lambda: Facts(None, why="no request is in both."), lambda: facts(equal())),
     "served-before": (lambda: facts(fresh="differs"), lambda: facts(fresh="unsteady")),
+    "cached": (lambda: facts(cached="differs"), lambda: facts(cached="equal")),
+    "served": (lambda: facts(served="differs"), lambda: facts(served="unsteady")),
     "repeat": (lambda: facts(repeat="differs"), lambda: facts(repeat="equal")),
     "changed": (lambda: facts(repeat="changed"), lambda: facts(repeat="changed", fresh="differs")),
     "bookkeeping": (
@@ -104,6 +141,16 @@ CASES: dict[str, tuple[Callable[[], Facts], Callable[[], Facts]]] = {
     "sampling": (lambda: facts(chosen()), lambda: facts(diverged())),
     "quantised": (quantised, lambda: quantised(configuration="remains")),
     "leak": (lambda: facts(neighbour_content="differs"), lambda: facts(neighbour_content="equal")),
+    "another-answer": (
+        lambda: facts(answers="another"),
+        lambda: facts(answers="another", repeat="not_run"),
+    ),
+    "content": (
+        lambda: facts(other_neighbours="differs"),
+        # Experts whose rows are put together by what they say do that without a fault.
+        lambda: facts(other_neighbours="small"),
+    ),
+    "dropped": (lambda: facts(unset="dropped"), lambda: facts(unset="kept")),
     "reading": (lambda: facts(read()), lambda: facts(read(), repeat="not_run")),
     "outside": (
         lambda: facts(oracle=oracle("outside", outside_where=[OUTSIDE])),
@@ -117,6 +164,14 @@ CASES: dict[str, tuple[Callable[[], Facts], Callable[[], Facts]]] = {
     ),
     "worse-path": (lambda: facts(oracle=oracle("inside", far=FAR)), lambda: facts(oracle=oracle("inside"))),
     "path": (lambda: facts(), lambda: facts(pin_kernels="remains")),
+    "outside-only": (
+        lambda: facts(
+            served(),
+            RecordedFacts(answers=AnswerDifferences(3, 1, 0.01, 0.02, 0.005, "anchor", 3)),
+            oracle="not_run",
+        ),
+        lambda: facts(served(), oracle="not_run", repeat="differs"),
+    ),
     "undetermined": (lambda: facts(oracle="not_run"), lambda: facts()),
 }
 
@@ -144,8 +199,8 @@ def test_a_verdict_says_what_decided(name: str) -> None:
     assert "None" not in verdict.sentence and "  " not in verdict.sentence
     rule = next(rule for rule in RULES if rule.name == name)
     assert {each.fact for each in verdict.deciding} <= set(rule.because)
-    assert bool(verdict.deciding) == (name != "undetermined")
-    assert bool(verdict.missing) == (name in ("undetermined", "engines"))
+    assert bool(verdict.deciding) == (name not in ("undetermined", "outside-only"))
+    assert bool(verdict.missing) == (name in ("undetermined", "engines", "outside-only"))
 
 
 @pytest.mark.parametrize("what", CONTRADICTIONS)
