@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 import numpy as np
 
+from detdiff.engines.base import blas_in_use, machine
 from detdiff.errors import ProbeRowsInvalid, ProbeTargetInvalid
 
 from .measures import CallTime, Error, RowChange, change, crossing, error, measure
@@ -297,8 +299,8 @@ def _notes(found: Probe) -> Iterator[str]:
 
 
 def _environment() -> dict[str, Any]:
-    try:
-        from detdiff.engines.mlx.engine import environment
-    except ModuleNotFoundError:  # a numpy operation needs no mlx
-        return {}
+    if "mlx.core" not in sys.modules:  # a numpy operation needs no mlx, and says nothing of it
+        return {**machine(), "blas": blas_in_use()}
+    from detdiff.engines.mlx.engine import environment
+
     return environment()
