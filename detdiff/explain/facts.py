@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import numpy as np
 
@@ -52,6 +52,8 @@ CONTRADICTIONS: Final = {
 }
 """Findings of compare that no rounding can make, by name."""
 
+CACHE_TYPES: Final = ("cache_type_k", "cache_type_v")
+"""Settings of llama.cpp that decide what a cache entry is rounded to; f16 where nothing is said."""
 QUANTISES: Final = ("kv_bits", "kv_group_size", "kv_start")
 """Settings that decide how the cache is quantised."""
 
@@ -82,6 +84,12 @@ class RecordedFacts:
             {**_unknown(a), **_unknown(b)},
             differences(a, b) if all(engine_name(t.scenario) == SERVER for t in (a, b)) else None,
         )
+
+
+def _cache_types(scenario: Mapping[str, Any]) -> list[str]:
+    engine = scenario.get("engine")
+    settings = engine if isinstance(engine, Mapping) else {}
+    return [str(settings.get(key, "f16")) for key in CACHE_TYPES]
 
 
 def rows_seen(origin: Origin, run: str) -> int | None:
@@ -258,7 +266,10 @@ class Facts:
         if self.divergence is None:
             return ()
         a, b = self.divergence.a.scenario, self.divergence.b.scenario
-        return tuple(f"{key} {a.get(key)} and {b.get(key)}" for key in QUANTISES if a.get(key) != b.get(key))
+        asked = [*zip(QUANTISES, *([side.get(key) for key in QUANTISES] for side in (a, b)), strict=True)]
+        if self.divergence.a.engine == self.divergence.b.engine == "llama.cpp":
+            asked += zip(CACHE_TYPES, _cache_types(a), _cache_types(b), strict=True)
+        return tuple(f"{key} {mine} and {theirs}" for key, mine, theirs in asked if mine != theirs)
 
     @property
     def asked_otherwise(self) -> tuple[Finding, ...]:

@@ -190,6 +190,11 @@ class Captured:
         """What ``site`` gave in these rows (rows, width), and its dtype's name; raises OracleRefused."""
         if site.kind == "cache_write":
             values = [[self.needed(row, site, port) for port in site.outputs] for row in rows]
+            kinds = sorted({dtype_of(value) for value in values[0]})
+            if len(kinds) > 1:
+                raise OracleRefused(
+                    f"The entries of {site.name} are {' and '.join(kinds)}, and one bound is of one dtype."
+                )
             joined = np.stack([np.concatenate([value.numbers() for value in each]) for each in values])
             return joined, dtype_of(values[0][0])
         found = [self.needed(row, site, site.outputs[0]) for row in rows]

@@ -243,6 +243,17 @@ def test_a_disk_without_room_is_said_before_anything_is_written(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("other", some_now(["engine.cache_type_v=bf16", "engine.cache_type_k=q8_0"], 0))
+def test_a_cache_of_another_type_is_a_difference_of_configuration(f16: Path, other: str) -> None:
+    a = asked(f16, "schedule=static engine.cache_type_k=f16")
+    verdict = explain(a, asked(f16, f"schedule=static {other}"))
+    assert verdict.kind == "configuration", verdict.sentence
+    assert "f16 and" in verdict.sentence
+    # The same where both have it: nothing is wrong with entries of two types.
+    sound = explain(asked(f16, f"{ONE_BY_ONE} {other}"), asked(f16, f"{AS_THEY_COME} {other}"))
+    assert sound.kind in ("numerics", "identical", "undetermined"), sound.sentence
+
+
 def test_under_speculation_the_cache_carries_what_verifying_rounded_otherwise(
     f16: Path, tmp_path: Path
 ) -> None:
