@@ -316,21 +316,32 @@ def record(
     is_flag=True,
     help="Sum up all requests; any difference, of repetitions too, is exit code 1.",
 )
+@click.option(
+    "--plot",
+    metavar="SVG",
+    type=click.Path(path_type=Path),
+    help="Sum up all requests, and draw their drift by how many ran at once.",
+)
 @json_option
 def compare(
-    files: tuple[Path, ...], repeats: int | None, levels: str | None, expect_invariant: bool, **options: Any
+    files: tuple[Path, ...],
+    repeats: int | None,
+    levels: str | None,
+    expect_invariant: bool,
+    plot: Path | None,
+    **options: Any,
 ) -> None:
     """Find where run B diverges from run A.
 
     A and B are traces, or scenario files, which are recorded first. One scenario file serves both sides, with --a
     and --b saying what differs. Without files, --model and --prompt, or --prompts, say what to run. With --prompts, --repeats,
-    --levels or --expect-invariant the answer is a summary over all requests.
+    --levels, --expect-invariant or --plot the answer is a summary over all requests.
 
     Example: detdiff compare --model builtin --prompt "In the beginning" --prompt "My son" --both "layout=packed
     kernels=candle-metal" --a schedule=serial --b "schedule=continuous arrivals=0,5"
     """
-    if options["prompts_file"] is not None or repeats or levels or expect_invariant:
-        _summarise(files, repeats, levels, expect_invariant, options)
+    if options["prompts_file"] is not None or repeats or levels or expect_invariant or plot is not None:
+        _summarise(files, SummaryOptions(repeats, levels, expect_invariant, plot), options)
     from detdiff.commands.sides import check_replay, named, recorded, sides
     from detdiff.compare import compare as compare_traces
     from detdiff.report import divergence_text, to_json
@@ -354,20 +365,27 @@ def compare(
     click.get_current_context().exit(code)
 
 
-def _summarise(
-    files: tuple[Path, ...],
-    repeats: int | None,
-    levels: str | None,
-    expect_invariant: bool,
-    options: Mapping[str, Any],
-) -> None:
+@dataclasses.dataclass(frozen=True)
+class SummaryOptions:
+    """What says that compare sums up, as it was written."""
+
+    repeats: int | None
+    levels: str | None
+    expect_invariant: bool
+    plot: Path | None
+
+
+def _summarise(files: tuple[Path, ...], wanted: SummaryOptions, options: Mapping[str, Any]) -> None:
     """Sum up all requests, and exit."""
-    from detdiff.commands.summary import SummaryArguments, summarised
+    from detdiff.commands.summary import SummaryArguments, summarised, write_drift
     from detdiff.report.summary import summary_json, summary_text
 
-    found = summarised(_asked(files, options), SummaryArguments.of(repeats, levels), _progress)
+    asked = SummaryArguments.of(wanted.repeats, wanted.levels)
+    found = summarised(_asked(files, options), asked, _progress)
+    if wanted.plot is not None:
+        write_drift(found, wanted.plot)
     _answer(options["as_json"], lambda: summary_json(found), lambda: summary_text(found, width=_width()))
-    counted = (*found.arms, *found.repeats) if expect_invariant else found.arms
+    counted = (*found.arms, *found.repeats) if wanted.expect_invariant else found.arms
     differs = any(arm.differing for arm in counted)
     whole = all(arm.identical for arm in counted) and not found.unmet
     click.get_current_context().exit(DIFFERENT if differs else IDENTICAL if whole else INCONCLUSIVE)

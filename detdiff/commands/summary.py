@@ -11,6 +11,7 @@ from pathlib import Path
 from detdiff.commands.sides import ComparisonArguments, Engines, Progress, record_trace, sides
 from detdiff.compare.summary import Summary, summed
 from detdiff.errors import CommandError
+from detdiff.report.drift import drift_svg
 from detdiff.scenario import Scenario
 from detdiff.trace import Trace
 
@@ -85,3 +86,13 @@ def _at_once(scenario: Scenario) -> int:
 
 def _notes(trace: Trace) -> Sequence[str]:
     return [str(note) for note in trace.header["notes"]]
+
+
+def write_drift(summary: Summary, path: Path) -> None:
+    """Write the picture of a summary. Raises CommandError where the path cannot be written."""
+    try:
+        path.write_text(drift_svg(summary), encoding="utf-8")
+    except OSError as error:
+        raise CommandError(
+            f"--plot {path} cannot be written ({error.strerror}); name a file in a folder that is there."
+        ) from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from command_line import run
@@ -52,6 +53,17 @@ def test_drift_is_measured_and_run_to_run_is_zero(prompts: Path) -> None:
     assert 0 < arm["mean"] < arm["largest"] < 2e-4 and arm["moved"] > 100
     assert all(each["differing"] == 0 for each in found["repeats"])
     assert arm["margins_at_flips"] is None and arm["margins_elsewhere"][0] > 0
+
+
+def test_the_picture_shows_drift_by_level(prompts: Path, tmp_path: Path) -> None:
+    code, found = summary(prompts, "rounding", "--repeats", "2", "--plot", str(tmp_path / "drift.svg"))
+    picture = (tmp_path / "drift.svg").read_text()
+    ElementTree.fromstring(picture)
+    (arm,) = found["arms"]
+    assert code == 1 and "0 of 8 flip" in picture and "requests sent at once" in picture
+    assert f"<desc>4 at once: {arm['largest']:.3g} at most, {arm['mean']:.3g} on average</desc>" in picture
+    # A point and a cross for the level, a square for each side's repetitions.
+    assert picture.count('class="dd-delta"') == 2 and picture.count('class="dd-ring"') == 3
 
 
 def test_flips_have_their_places_and_margins(prompts: Path) -> None:
