@@ -15,7 +15,7 @@ def drift_svg(summary: Summary) -> str:
     levels = sorted({arm.asked for arm in (*summary.repeats, *summary.arms)})
     width = max(360, _LEFT + _STEP * len(levels) + 24)
     canvas = Canvas()
-    title = "Drift of log-probabilities by how many requests were sent at once"
+    title = "Log-probabilities by requests at once"
     top = canvas.heading(title, width, True) + 16
     moved = [each for arm in (*summary.repeats, *summary.arms) for each in (arm.largest, arm.mean)]
     low, high = log_range(moved)
@@ -37,7 +37,7 @@ def drift_svg(summary: Summary) -> str:
     items = [
         ((mark(_dot, "dd-margin"),), "a against b: the largest movement of a log-probability"),
         ((mark(lambda x, y: cross(x, y, 3.5), "dd-delta"),), "the mean one, of all that were compared"),
-        ((mark(_square, "dd-ring"),), "run to run: the largest movement"),
+        ((mark(_square, "dd-axis"),), "run to run: the largest movement"),
     ]
     height = canvas.legend(8, scale.floor + 60, width - 16, items) + 6
     return canvas.svg("dd-drift", title, _said(summary), (width, height), True)
@@ -49,7 +49,7 @@ def _point(canvas: Canvas, scale: Log, x: float, arm: ArmSummary) -> None:
 
 
 def _hollow(canvas: Canvas, scale: Log, x: float, arm: ArmSummary) -> None:
-    canvas.path(_square(x, scale(arm.largest)), "dd-ring")
+    canvas.path(_square(x, scale(arm.largest)), "dd-axis")
 
 
 def _dot(x: float, y: float) -> str:

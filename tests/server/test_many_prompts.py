@@ -63,7 +63,7 @@ def test_the_picture_shows_drift_by_level(prompts: Path, tmp_path: Path) -> None
     assert code == 1 and "0 of 8 flip" in picture and "requests sent at once" in picture
     assert f"<desc>4 at once: {arm['largest']:.3g} at most, {arm['mean']:.3g} on average</desc>" in picture
     # A point and a cross for the level, a square for each side's repetitions.
-    assert picture.count('class="dd-delta"') == 2 and picture.count('class="dd-ring"') == 3
+    assert picture.count('class="dd-delta"') == 2 and picture.count("h8v8h-8z") == 3
 
 
 def test_flips_have_their_places_and_margins(prompts: Path) -> None:
