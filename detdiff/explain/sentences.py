@@ -54,7 +54,36 @@ def say_observed(facts: Facts) -> str:
     )
 
 
+def _only_together(facts: Facts) -> bool:
+    """Whether what does not repeat are requests that a server is sent together, and those that it is sent alone do."""
+    repeated = facts.figures(RepeatFigures)
+    if repeated is None or repeated.side is None or facts.divergence is None or not facts.outside:
+        return False
+    runs = {"a": facts.divergence.a, "b": facts.divergence.b}
+    own, other = repeated.side, "b" if repeated.side == "a" else "a"
+    # Sides are repeated in turn, a first: of a side that differs later, the other one was equal until then.
+    return runs[own].scenario.get("schedule") != "serial" and runs[other].scenario.get("schedule") == "serial"
+
+
+def _looks(facts: Facts) -> str:
+    """Whether answers look as rounding would, with the numbers; empty where that is not known."""
+    found = facts.recorded.answers
+    if found is None:
+        return ""
+    words: dict[bool | None, str] = {
+        True: "As rounding would look",
+        False: "Not as rounding would look",
+        None: "Whether it looks as rounding would cannot be said",
+    }
+    return f"{words[found.rounding]}: {found.said}."
+
+
 def say_nondeterminism(facts: Facts) -> str:
+    if _only_together(facts):
+        return (
+            "Requests that the server is sent together do not repeat: which of them meet in a forward depends on when they arrive, "
+            f"which cannot be fixed from outside, and so may what is computed. {_said(facts, 'repeat')} {_looks(facts)}"
+        ).strip()
     return (
         "Run-to-run change: the same scenario, run again on the same model, gave other bits. Nothing about batching or kernel "
         f"paths follows from these two runs. {_said(facts, 'repeat')}"
@@ -276,12 +305,7 @@ def say_outside_only(facts: Facts) -> str:
     found = facts.recorded.answers
     if found is None:
         return "The cause was not established, and no answers can be set side by side."
-    words: dict[bool | None, str] = {
-        True: "As rounding would look",
-        False: "Not as rounding would look",
-    }
-    looks = words.get(found.rounding, "Whether it looks as rounding would cannot be said")
-    return f"{looks}: {found.said}. What caused it cannot be seen from outside."
+    return f"{_looks(facts)} What caused it cannot be seen from outside."
 
 
 def advise_outside_only(facts: Facts) -> str:
@@ -388,6 +412,11 @@ def advise_precision(facts: Facts) -> str:
 
 
 def advise_nondeterminism(facts: Facts) -> str:
+    if _only_together(facts):
+        return (
+            "Sum up many requests and repetitions (compare --prompts FILE --repeats N) to see how far and how often; run the model on an "
+            "engine whose batches are fixed (--engine llama.cpp, transformers or mlx) to see why."
+        )
     return (
         "Look for what is not fixed between two runs: threads that add in the order they finish, atomics, random numbers "
         "without a seed, memory that is read before it is written. Compare batch compositions only once a repeat is equal."

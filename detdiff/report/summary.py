@@ -56,6 +56,13 @@ def summary_headline(summary: Summary) -> str:
     worst = max(summary.arms, key=lambda arm: (arm.flipped, arm.differing), default=None)
     if worst is None or not worst.requests:
         return "Nothing was compared."
+    together = [arm for arm in summary.repeats if not arm.identical]
+    if together and all(arm.asked > 1 for arm in together) and any(arm.asked == 1 for arm in summary.repeats):
+        again = sum(arm.differing for arm in together)
+        return (
+            f"The sides differ ({escaped(worst.name)}): {worst.flipped} of {worst.requests} answers flip, {worst.differing} differ in numbers or "
+            f"tokens. One by one every answer repeats; together {again} do not, as which requests meet is not the same each time."
+        )
     if not summary.repeatable:
         again = sum(arm.differing for arm in summary.repeats)
         return (

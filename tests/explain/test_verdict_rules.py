@@ -31,6 +31,8 @@ from verdict_facts import (
 )
 
 from detdiff.compare import Divergence, Finding
+from detdiff.explain import Control
+from detdiff.explain.controls.repeat import RepeatFigures
 from detdiff.explain.facts import CACHE_FINDINGS, CONTRADICTIONS, Facts, RecordedFacts
 from detdiff.explain.outside import AnswerDifferences
 from detdiff.explain.rules import RULES, TABLE_END, TABLE_START, decide, deciding, table
@@ -85,6 +87,29 @@ def test_what_looks_as_rounding_would(answers: AnswerDifferences, rounding: bool
         None: "Whether it looks as rounding would cannot",
     }
     assert verdict.sentence.startswith(start[rounding])
+
+
+def test_what_does_not_repeat_together_and_does_alone_is_said_of_a_server() -> None:
+    def repeated(side: str, schedules: tuple[str, str]) -> str:
+        runs = {
+            name: replace(getattr(served(), name), scenario={"engine": "server", "schedule": schedule})
+            for name, schedule in zip("ab", schedules, strict=True)
+        }
+        differs = Control(
+            "repeat", "differs", "side b gave other bits", 0, 0.0, RepeatFigures({"a": 1, "b": 1}, side)
+        )
+        recorded = RecordedFacts(answers=AnswerDifferences(3, 0, 0.01, 0.01))
+        verdict = decide(facts(replace(served(), **runs), recorded, repeat=differs))
+        assert verdict.kind == "nondeterminism"
+        return verdict.sentence
+
+    together = repeated("b", ("serial", "static"))
+    assert (
+        together.startswith("Requests that the server is sent together do not repeat")
+        and "As rounding would look" in together
+    )
+    assert repeated("a", ("serial", "static")).startswith("Run-to-run change")
+    assert repeated("b", ("static", "static")).startswith("Run-to-run change")
 
 
 CASES: dict[str, tuple[Callable[[], Facts], Callable[[], Facts]]] = {

@@ -274,7 +274,7 @@ class SmallModel:
         if together and self.fault == "rounding":
             logits = [each + 1e-4 * draw.random() for each in logits]
         if together and self.fault == "random":
-            logits = [each + noise * draw.random() for each in logits]
+            logits = [each + 6 * noise * draw.random() for each in logits]
         if self.fault == "state":
             logits[sum(before) % WORDS] += 5
         if together and self.fault == "leak" and len(each.tokens) >= 2:

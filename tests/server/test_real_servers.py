@@ -143,10 +143,13 @@ def test_llama_cpp_with_smollm2(tmp_path: Path, kind: str) -> None:
     with llama_server(model) as address:
         code, found = summary(address, tmp_path, "--both", "max_tokens=16")
     (arm,) = found["arms"]
-    assert all(each["differing"] == 0 for each in found["repeats"]), "run to run is not zero"
+    alone, together = found["repeats"]
+    assert alone["differing"] == 0, "run to run is not zero"
+    # Which requests meet in a forward may be another matter from run to run.
+    assert together["largest"] <= arm["largest"]
     assert arm["most"] >= 2 and arm["requests"] == 16
     if kind == "q4_1":
-        assert (code, arm["differing"]) == (0, 0)
+        assert (code, arm["differing"], together["differing"]) == (0, 0, 0)
         return
     if code == 0:
         pytest.skip("this processor's F16 kernels give one row and eight the same bits")

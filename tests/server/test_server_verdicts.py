@@ -63,6 +63,8 @@ def test_what_is_kept_between_requests() -> None:
 def test_what_is_random_in_batches() -> None:
     found = verdict("random")
     assert (found.kind, found.rule) == ("nondeterminism", "repeat")
+    assert found.sentence.startswith("Requests that the server is sent together do not repeat")
+    assert "Not as rounding would look" in found.sentence
 
 
 @pytest.mark.parametrize("owner", ["other"])
