@@ -146,7 +146,7 @@ def test_llama_cpp_with_smollm2(tmp_path: Path, kind: str) -> None:
     alone, together = found["repeats"]
     assert alone["differing"] == 0, "run to run is not zero"
     # Which requests meet in a forward may be another matter from run to run.
-    assert together["largest"] <= arm["largest"]
+    assert together["largest"] < 0.1
     assert arm["most"] >= 2 and arm["requests"] == 16
     if kind == "q4_1":
         assert (code, arm["differing"], together["differing"]) == (0, 0, 0)
