@@ -29,11 +29,11 @@ FOLLOWER = (
 )
 # Tried in order until one flips: a run's last bits, and with them the flip, depend on the processor.
 ANCHORS = (
-    ("And Moses spake unto the children of Israel, saying,", 64),
+    ("And Moses spake unto the children of Israel, saying,", 52),
     ("In the beginning", 64),
     ("Now these are the names of", 128),
 )
-QUIET = ("And it came to pass in those days,", 40)
+QUIET = ("And it came to pass in those days,", 32)
 QUIET_FOLLOWER = "And the king said unto the people, Hear ye the word of the LORD, and"
 HELD = 1024
 OWN = """\
