@@ -123,7 +123,7 @@ def engine_option(short: str) -> Callable[[F], F]:
     return click.option(
         "--engine",
         metavar="NAME",
-        help=f"Short for {short} engine=NAME: mlx, transformers, an installed one, or a factory as package.module:factory.",
+        help=f"Short for {short} engine=NAME: mlx, transformers, llama.cpp, server, an installed one, or a factory as package.module:factory.",
     )
 
 

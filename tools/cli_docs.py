@@ -48,6 +48,7 @@ With `--json` the answer goes to stdout as one JSON object, whose `schema` names
 | command | schema |
 |---|---|
 | `compare` | `detdiff.divergence/2` |
+| `compare` over many requests | [`detdiff.summary/1`](json-schema.md#the-json-form-of-a-summary) |
 | `explain` | [`detdiff.verdict/2`](json-schema.md#the-json-answer-of-explain) |
 | `record`, `show` | `detdiff.trace-summary/1`: what the text shows; `lacks` has a reason for each thing that the engine could not show; `groups` are consecutive forwards with equal composition and kernel paths; `each_forward` and `each_site` (name, kind and layer of every site) are there with `--forwards` and `--sites` |
 | `probe` | `detdiff.probe/1`, and `detdiff.probe-sweep/1` for a model; [the page about it](probe.md) has the keys |

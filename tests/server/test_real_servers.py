@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from command_line import run
 
+from detdiff import Scenario, record
 from detdiff.engines.llama_cpp.known_model import KnownModel
 
 LLAMA = """
@@ -118,6 +119,11 @@ def test_llama_cpp_with_a_tiny_model(tmp_path: Path) -> None:
     model = KnownModel(layers=2, kind="F16").write(tmp_path / "tiny.gguf")
     with llama_server(model) as address:
         code, found = summary(address, tmp_path, "--both", "max_tokens=8")
+        chat = record(
+            Scenario.from_flags(f"{address}/v1", ["hello", "there"], "chat static max_tokens=6"),
+            tmp_path / "chat",
+        )
+    assert chat.complete and "logits" not in chat.lacks and len(chat.generated(lens=False).token) >= 2
     assert code in (0, 1, 3)
     (arm,) = found["arms"]
     assert arm["requests"] == 16 and arm["left_out"] == 0 and arm["cached_a"] == arm["cached_b"] == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -13,13 +13,13 @@ from detdiff.engines.function import Generation
 
 _LAST_ID: Final = 2**31 - 1
 _AS_ID: Final = "token_id:"
+_LARGEST: Final = 1e30
 
 Invalid = Callable[[str, str], NoReturn]
 """Called with what was found and what was expected."""
 
 
-@dataclass(frozen=True)
-class NamedToken:
+class NamedToken(NamedTuple):
     """A token as a server names it: by ``id`` where it gives one, its text as ``raw`` bytes, and its log-probability."""
 
     id: int | None
@@ -154,17 +154,19 @@ class ServerAnswer:
             self.tops.append(by_text)
 
     def _entry(self, given: Mapping[str, Any]) -> NamedToken:
-        raw = given.get("bytes")
-        name = given.get("token")
+        name, raw, id = given.get("token"), given.get("bytes"), given.get("id")
+        if id is not None and (name is None or isinstance(name, str)):
+            # What is asked for every token of every answer, and so is read the shortest way.
+            return NamedToken(
+                self._id(id), (name or "").encode("utf-8", "surrogatepass"), self._score(given.get("logprob"))
+            )
         found = self._named("" if name is None else name, given.get("logprob"))
         if (
             isinstance(raw, list)
-            and all(type(each) is int and 0 <= each < 256 for each in raw)
             and found.id is None
+            and all(type(each) is int and 0 <= each < 256 for each in raw)
         ):
             found = NamedToken(None, bytes(raw), found.score)
-        if given.get("id") is not None:
-            found = NamedToken(self._id(given["id"]), found.raw, found.score)
         return found
 
     def _named(self, name: Any, score: Any) -> NamedToken:
@@ -286,6 +288,7 @@ class ServerAnswer:
         if not self.tokens:
             return Generation(text=self.whole_text)
         keys = self.ids or [token.key for token in self.tokens]
+        # What a server computed is a float32, of which JSON holds a decimal.
         scores = np.array([token.score for token in self.tokens], np.float32)
         return Generation(np.array(keys, np.int64), scores, top=self._top())
 

@@ -255,7 +255,7 @@ class ServerClient:
 
 def _json(raw: bytes) -> Any:
     try:
-        return json.loads(raw)
+        return json.loads(raw.decode())
     except (ValueError, RecursionError):
         return None
 
