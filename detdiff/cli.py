@@ -317,6 +317,12 @@ def record(
     help="Sum up all requests; any difference, of repetitions too, is exit code 1.",
 )
 @click.option(
+    "--html",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="Sum up all requests, as a page with that picture as well.",
+)
+@click.option(
     "--plot",
     metavar="SVG",
     type=click.Path(path_type=Path),
@@ -329,19 +335,21 @@ def compare(
     levels: str | None,
     expect_invariant: bool,
     plot: Path | None,
+    html: Path | None,
     **options: Any,
 ) -> None:
     """Find where run B diverges from run A.
 
     A and B are traces, or scenario files, which are recorded first. One scenario file serves both sides, with --a
     and --b saying what differs. Without files, --model and --prompt, or --prompts, say what to run. With --prompts, --repeats,
-    --levels, --expect-invariant or --plot the answer is a summary over all requests.
+    --levels, --expect-invariant, --plot or --html the answer is a summary over all requests.
 
     Example: detdiff compare --model builtin --prompt "In the beginning" --prompt "My son" --both "layout=packed
     kernels=candle-metal" --a schedule=serial --b "schedule=continuous arrivals=0,5"
     """
-    if options["prompts_file"] is not None or repeats or levels or expect_invariant or plot is not None:
-        _summarise(files, SummaryOptions(repeats, levels, expect_invariant, plot), options)
+    wanted = SummaryOptions(repeats, levels, expect_invariant, plot, html)
+    if options["prompts_file"] is not None or wanted != SummaryOptions():
+        _summarise(files, wanted, options)
     from detdiff.commands.sides import check_replay, named, recorded, sides
     from detdiff.compare import compare as compare_traces
     from detdiff.report import divergence_text, to_json
@@ -369,21 +377,21 @@ def compare(
 class SummaryOptions:
     """What says that compare sums up, as it was written."""
 
-    repeats: int | None
-    levels: str | None
-    expect_invariant: bool
-    plot: Path | None
+    repeats: int | None = None
+    levels: str | None = None
+    expect_invariant: bool = False
+    plot: Path | None = None
+    html: Path | None = None
 
 
 def _summarise(files: tuple[Path, ...], wanted: SummaryOptions, options: Mapping[str, Any]) -> None:
     """Sum up all requests, and exit."""
-    from detdiff.commands.summary import SummaryArguments, summarised, write_drift
+    from detdiff.commands.summary import SummaryArguments, summarised, write_pictures
     from detdiff.report.summary import summary_json, summary_text
 
     asked = SummaryArguments.of(wanted.repeats, wanted.levels)
     found = summarised(_asked(files, options), asked, _progress)
-    if wanted.plot is not None:
-        write_drift(found, wanted.plot)
+    write_pictures(found, wanted.plot, wanted.html)
     _answer(options["as_json"], lambda: summary_json(found), lambda: summary_text(found, width=_width()))
     counted = (*found.arms, *found.repeats) if wanted.expect_invariant else found.arms
     differs = any(arm.differing for arm in counted)

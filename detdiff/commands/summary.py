@@ -12,6 +12,7 @@ from detdiff.commands.sides import ComparisonArguments, Engines, Progress, recor
 from detdiff.compare.summary import Summary, summed
 from detdiff.errors import CommandError
 from detdiff.report.drift import drift_svg
+from detdiff.report.summary import summary_html
 from detdiff.scenario import Scenario
 from detdiff.trace import Trace
 
@@ -88,11 +89,14 @@ def _notes(trace: Trace) -> Sequence[str]:
     return [str(note) for note in trace.header["notes"]]
 
 
-def write_drift(summary: Summary, path: Path) -> None:
-    """Write the picture of a summary. Raises CommandError where the path cannot be written."""
-    try:
-        path.write_text(drift_svg(summary), encoding="utf-8")
-    except OSError as error:
-        raise CommandError(
-            f"--plot {path} cannot be written ({error.strerror}); name a file in a folder that is there."
-        ) from None
+def write_pictures(summary: Summary, plot: Path | None, page: Path | None) -> None:
+    """Write the picture of a summary, and its page, where they are asked for. Raises CommandError where a path cannot be written."""
+    for option, path, made in (("--plot", plot, drift_svg), ("--html", page, summary_html)):
+        if path is None:
+            continue
+        try:
+            path.write_text(made(summary), encoding="utf-8")
+        except OSError as error:
+            raise CommandError(
+                f"{option} {path} cannot be written ({error.strerror}); name a file in a folder that is there."
+            ) from None

@@ -9,14 +9,14 @@ from .svg import Canvas, Log, coordinate, cross, log_range, mark
 _LEFT, _STEP, _HEIGHT, _ZERO = 64, 96, 200, 18
 
 
-def drift_svg(summary: Summary) -> str:
-    """An SVG document: at each level the largest movement (a point) and the mean one (a cross), zero under the scale, and how
+def drift_svg(summary: Summary, *, standalone: bool = True) -> str:
+    """An SVG, a document of its own where it is ``standalone``: at each level the largest movement (a point) and the mean one (a cross), zero under the scale, and how
     many answers flip. Run to run stands beside each level, drawn hollow."""
     levels = sorted({arm.asked for arm in (*summary.repeats, *summary.arms)})
     width = max(360, _LEFT + _STEP * len(levels) + 24)
     canvas = Canvas()
     title = "Log-probabilities by requests at once"
-    top = canvas.heading(title, width, True) + 16
+    top = canvas.heading(title, width, standalone) + 16
     moved = [each for arm in (*summary.repeats, *summary.arms) for each in (arm.largest, arm.mean)]
     low, high = log_range(moved)
     scale = Log(max(low, high * 1e-9), high, top + _HEIGHT, top, top + _HEIGHT + _ZERO)
@@ -40,7 +40,7 @@ def drift_svg(summary: Summary) -> str:
         ((mark(_square, "dd-axis"),), "run to run: the largest movement"),
     ]
     height = canvas.legend(8, scale.floor + 60, width - 16, items) + 6
-    return canvas.svg("dd-drift", title, _said(summary), (width, height), True)
+    return canvas.svg("dd-drift", title, _said(summary), (width, height), standalone)
 
 
 def _point(canvas: Canvas, scale: Log, x: float, arm: ArmSummary) -> None:

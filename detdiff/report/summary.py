@@ -7,6 +7,7 @@ from typing import Any, Final
 from detdiff.compare.summary import ArmSummary, Summary
 
 from .document import Block, Item, Prose, Table
+from .drift import drift_svg
 from .json import encoded
 from .text import plain
 from .words import escaped
@@ -22,6 +23,24 @@ def summary_json(summary: Summary) -> dict[str, Any]:
 def summary_text(summary: Summary, *, width: int = 100) -> str:
     """The summary in lines of at most ``width`` characters."""
     return plain(summary_blocks(summary), width=width)
+
+
+def summary_html(summary: Summary) -> str:
+    """The summary as a page with the picture of the drift."""
+    # A text needs no templates.
+    from markupsafe import Markup
+
+    from .html import render
+
+    blocks = summary_blocks(summary)
+    return render(
+        "summary.html",
+        ("page.js",),
+        title=summary_headline(summary),
+        picture=Markup(drift_svg(summary, standalone=False)),
+        tables=[block for block in blocks if isinstance(block, Table)],
+        items=[block for block in blocks if isinstance(block, Item)],
+    )
 
 
 def summary_blocks(summary: Summary) -> list[Block]:

@@ -56,12 +56,18 @@ def test_drift_is_measured_and_run_to_run_is_zero(prompts: Path) -> None:
 
 
 def test_the_picture_shows_drift_by_level(prompts: Path, tmp_path: Path) -> None:
-    code, found = summary(prompts, "rounding", "--repeats", "2", "--plot", str(tmp_path / "drift.svg"))
+    files = ("--plot", str(tmp_path / "drift.svg"), "--html", str(tmp_path / "page.html"))
+    code, found = summary(prompts, "rounding", "--repeats", "2", *files)
     picture = (tmp_path / "drift.svg").read_text()
     ElementTree.fromstring(picture)
     (arm,) = found["arms"]
     assert code == 1 and "0 of 8 flip" in picture and "requests sent at once" in picture
     assert f"<desc>4 at once: {arm['largest']:.3g} at most, {arm['mean']:.3g} on average</desc>" in picture
+    page = (tmp_path / "page.html").read_text()
+    assert (
+        "The sides differ (static:4)" in page and 'class="dd-plot dd-drift"' in page and "run to run" in page
+    )
+    assert "<style>" in page and "http://" not in page.replace("http://www.w3.org/2000/svg", "")
     # A point and a cross for the level, a square for each side's repetitions.
     assert picture.count('class="dd-delta"') == 2 and picture.count("h8v8h-8z") == 3
 
