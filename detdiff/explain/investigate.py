@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from detdiff.compare import Divergence, compare
+from detdiff.engines.base import ADDRESS
 from detdiff.errors import CommandError, DetdiffError, Interrupted, NothingComparable, ReplayError
 from detdiff.scenario import Scenario
 from detdiff.trace import Trace
@@ -30,8 +31,10 @@ ORDER: Final = tuple(CONTROLS)
 _CAN_DECIDE: Final = tuple(
     dict.fromkeys(name for rule in RULES for name in rule.because if name in ORDER and name != "roles")
 )
-DECIDING: Final = tuple(name for name in _CAN_DECIDE if name != "fresh")
-"""The controls that a verdict on an engine without state can rest on; the others say more of what it is about."""
+DECIDING: Final = tuple(
+    name for name in _CAN_DECIDE if name != "fresh" and ADDRESS not in CONTROLS[name].needs
+)
+"""The controls that a verdict on an engine without state can rest on, which is no server; the others say more of what it is about."""
 ACROSS_ENGINES: Final = ("repeat", "roles")
 """The controls for two engines, which have no operation in common that could be held or put in."""
 _TEMPORARY: Final = re.compile(r"[^\s()]*detdiff-explain-[^\s()/]+/([ab])\b")

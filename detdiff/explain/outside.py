@@ -123,12 +123,22 @@ def borrowed(a: Trace, b: Trace) -> Iterator[BorrowedAnswer]:
             count = min(len(got), len(theirs))
             if count < _ENOUGH or len(got) != len(theirs):
                 continue
-            if np.array_equal(got.token, theirs.token) and not np.array_equal(own.token, theirs.token):
+            # Answers of few words may be alike by themselves: it is the numbers behind the first token that tell whose it is.
+            near, far = _first_distance(got, theirs), _first_distance(got, own)
+            mine = near is not None and far is not None and far > FAR and near <= far / 4
+            if (
+                mine
+                and np.array_equal(got.token, theirs.token)
+                and not np.array_equal(own.token, theirs.token)
+            ):
                 yield BorrowedAnswer(id, other, "text", count)
                 break
             steps = _same_scores(got, theirs)
             if steps >= _ENOUGH and _same_scores(own, theirs) < steps and _same_scores(got, own) < steps:
-                yield BorrowedAnswer(id, other, "log-probabilities", steps)
+                whole = np.array_equal(got.token, theirs.token) and not np.array_equal(
+                    own.token, theirs.token
+                )
+                yield BorrowedAnswer(id, other, "text" if whole else "log-probabilities", steps)
                 break
 
 
@@ -138,13 +148,31 @@ def _answers(trace: Trace) -> Iterator[tuple[str, Steps]]:
         yield str(request["id"]), Steps.of(generated, number)
 
 
+def _first_distance(one: Steps, other: Steps) -> float | None:
+    """The largest difference of the log-probabilities of the same first tokens, infinite where none is likely in both; None
+    without any."""
+    if not (len(one) and len(other) and one.top_logits.shape[1] and other.top_logits.shape[1]):
+        return None
+    same = one.top_ids[0][:, None] == other.top_ids[0][None, :]
+    i, j = np.nonzero(same)
+    if not len(i):
+        return float("inf")
+    with np.errstate(invalid="ignore"):
+        moved = np.abs(one.top_logits[0][i].astype(np.float64) - other.top_logits[0][j])
+    return float(np.nanmax(np.where(np.isfinite(moved), moved, 0.0)))
+
+
 def _same_scores(one: Steps, other: Steps) -> int:
-    """Leading steps whose recorded log-probabilities are bit-equal, at least one of them in each."""
+    """Leading steps whose recorded log-probabilities are bit-equal; 0 where they hold too few different numbers to tell."""
     if not one.top_logits.shape[1] or one.top_logits.shape[1] != other.top_logits.shape[1]:
         return 0
     count = min(len(one), len(other))
     same = one.top_logits[:count].view(np.uint32) == other.top_logits[:count].view(np.uint32)
-    return int(np.argmin(np.append(same.all(axis=1), False)))
+    steps = int(np.argmin(np.append(same.all(axis=1), False)))
+    numbers = one.top_logits[:steps]
+    # Tokens that are all but certain have the same log-probability everywhere.
+    telling = np.unique(numbers[np.isfinite(numbers) & (np.abs(numbers) > 1e-3)])
+    return steps if len(telling) >= _ENOUGH else 0
 
 
 def cached_tokens(trace: Trace) -> dict[str, int] | None:

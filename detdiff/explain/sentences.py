@@ -294,7 +294,10 @@ def say_another(facts: Facts) -> str:
 
 
 def say_content(facts: Facts) -> str:
-    return f"A leak between requests: {_said(facts, 'other_neighbours')}"
+    return (
+        f"A leak between requests: {_said(facts, 'other_neighbours')} Rounding does not reach so far; experts that take only so many rows "
+        "do, and are a leak by design."
+    )
 
 
 def say_dropped(facts: Facts) -> str:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import pytest
 from local_servers import SmallModel
 
 from detdiff import Scenario, explain
-from detdiff.explain import Verdict
+from detdiff.compare.tokens import Steps
+from detdiff.explain import Verdict, outside
 
 PROMPTS = ["the first prompt", "another one", "a third, which is longer", "and the last"]
 
@@ -101,3 +103,46 @@ def test_text_alone_says_what_cannot_be_known() -> None:
     found = verdict("rounding", owner="other")
     assert found.kind == "undetermined"
     assert any("neighbours of the same number of tokens cannot be made" in each for each in found.missing)
+
+
+def steps(tokens: list[int], scores: list[list[float]], ids: list[list[int]]) -> Steps:
+    """The answer to one request, token by token."""
+    places = np.arange(len(tokens), dtype=np.int32)
+    return Steps(
+        np.array(tokens, np.int32), places, places, np.array(ids, np.int32), np.array(scores, np.float32)
+    )
+
+
+def test_short_answers_that_are_alike_are_nobody_elses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Yes and no: one that flips by rounding has the text of another request, and its own numbers."""
+    yes, no, dot, end = 1, 2, 3, 4
+    rest, rest_ids = [[-0.01, -5.0], [-0.02, -4.0]], [[dot, end], [end, dot]]
+    own = steps([no, dot, end], [[-0.693, -0.694], *rest], [[no, yes], *rest_ids])
+    flipped = steps([yes, dot, end], [[-0.692, -0.695], *rest], [[yes, no], *rest_ids])
+    other = steps([yes, dot, end], [[-0.05, -3.0], *rest], [[yes, no], *rest_ids])
+    alone, together = {"x": own, "y": other}, {"x": flipped, "y": other}
+
+    def found(alone: dict[str, Steps], together: dict[str, Steps]) -> list[outside.BorrowedAnswer]:
+        sides = {"a": alone, "b": together}
+        monkeypatch.setattr(outside, "_answers", lambda side: sides[side].items())
+        return list(outside.borrowed("a", "b"))  # type: ignore[arg-type]
+
+    assert found(alone, together) == []
+    far = steps([no, dot, end], [[-0.05, -3.0], *rest], [[no, yes], *rest_ids])
+    swapped = found({"x": far, "y": other}, {"x": other, "y": far})
+    assert [(each.request, each.other, each.what) for each in swapped] == [
+        ("x", "y", "text"),
+        ("y", "x", "text"),
+    ]
+
+
+def test_certain_tokens_tell_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Log-probabilities of zero are the same everywhere."""
+    sure = [[0.0]] * 5
+    sides = {
+        "a": {"x": steps([1, 2, 3, 4, 5], [[-0.5], *sure[1:]], [[each] for each in (1, 2, 3, 4, 5)]),
+              "y": steps([6, 7, 8, 9, 9], sure, [[each] for each in (6, 7, 8, 9, 9)])},
+        "b": {"x": steps([1, 2, 3, 4, 5], sure, [[each] for each in (1, 2, 3, 4, 5)])},
+    }  # fmt: skip
+    monkeypatch.setattr(outside, "_answers", lambda side: sides[side].items())
+    assert list(outside.borrowed("a", "b")) == []  # type: ignore[arg-type]
