@@ -6,6 +6,7 @@ import ctypes as c
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from tiers import some_now
 from detdiff import compare, record
 from detdiff.engines.base import RunOptions
 from detdiff.engines.registry import open_named
-from detdiff.errors import DetdiffError, EngineRefuses, LlamaLibraryRefused, LlamaMissing
+from detdiff.errors import DetdiffError, EngineRefuses, LlamaFailed, LlamaLibraryRefused, LlamaMissing
 from detdiff.scenario import Capture, Request, Scenario, Schedule
 from detdiff.trace import Trace, digest_rows
 
@@ -143,6 +144,32 @@ def test_what_attention_reads_is_what_was_written(
     assert seen > 50
 
 
+def test_requests_that_end_early_leave_the_check_of_recording_equal(engines: Any, tmp_path: Path) -> None:
+    """In a shared cache the cells of one that ended are others' next, in the batches that are computed again too."""
+    for short in (scenario("static", tokens=1), scenario("continuous", tokens=1)):
+        trace = record(short, tmp_path / short.schedule.kind, engine=engines("F16", unified=True))
+        assert trace.header["observer"] == {"forwards": 4, "equal": True}
+
+
+def test_a_batch_may_have_more_rows_than_llama_cpp_takes_by_default(engines: Any, tmp_path: Path) -> None:
+    """That is 2048; of more than its context was made for it ends the process."""
+    requests = tuple(
+        Request(id=f"r{n}", tokens=tuple(range(3 + n, 233 + n)), max_tokens=2, ignore_stop=True)
+        for n in range(9)
+    )
+    long = replace(scenario("static"), requests=requests)
+    trace = record(long, tmp_path / "all", engine=engines("Q8_0"))
+    (first, *_) = (json.loads(line) for line in _forwards(trace))
+    assert sum(row["count"] for row in first["rows"]) > 500 and events(trace) == []
+    again = record(
+        replace(long, schedule=Schedule("continuous", "packed")), tmp_path / "again", engine=engines("Q8_0")
+    )
+    found = compare(again, trace)
+    assert found.identical and found.compared.rows == 9 * 231
+    with pytest.raises(LlamaFailed, match="2070 rows, and the cache has 512 cells"):
+        record(long, tmp_path / "small", engine=engines("Q8_0", context=256))
+
+
 def test_a_value_has_the_digest_that_was_recorded(engines: Any, tmp_path: Path) -> None:
     engine = engines("F16")
     trace = record(
@@ -238,6 +265,7 @@ def test_settings_that_there_are_not_are_refused(folder: Path) -> None:
     assert "one of auto, off, on" in refused(path, flash_attention="maybe")
     assert "one of" in refused(path, cache_type_k="q3")
     assert "whole number" in refused(path, threads=0)
+    assert "from 1 to 512" in refused(path, threads=100_000)
     assert "true or false" in refused(path, unified="both")
 
 
@@ -248,8 +276,6 @@ def test_what_does_not_fit_is_refused_before_anything_is_recorded(engines: Any, 
         record(long, tmp_path / "long", engine=engine)
     assert not (tmp_path / "long").exists()
     with pytest.raises(EngineRefuses, match="temperature"):
-        from dataclasses import replace
-
         from detdiff.scenario import Sampling
 
         hot = tuple(replace(each, sampling=Sampling(temperature=1.0)) for each in scenario().requests)

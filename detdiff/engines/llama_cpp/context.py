@@ -168,7 +168,7 @@ class LlamaContext:
         self.model, self.settings, self._library = model, settings, model.library
         given = self._library.llama_context_default_params()
         for name, value in (
-            ("n_ctx", settings.cells), ("n_seq_max", settings.sequences), ("n_batch", max(settings.ubatch, 2048)),
+            ("n_ctx", settings.cells), ("n_seq_max", settings.sequences), ("n_batch", settings.cells),
             ("n_ubatch", settings.ubatch), ("n_threads", settings.threads), ("n_threads_batch", settings.threads),
             ("flash_attn_type", FLASH[settings.flash_attention]), ("kv_unified", settings.unified),
             ("type_k", CACHE_TYPES[settings.cache_type_k]), ("type_v", CACHE_TYPES[settings.cache_type_v]),
@@ -204,9 +204,23 @@ class LlamaContext:
         if getattr(self, "handle", None):
             self.close()
 
+    @property
+    def most_rows(self) -> int:
+        """Rows of a batch at most. llama.cpp ends the process at more."""
+        return int(self._library.llama_n_batch(self.handle))
+
+    def check_rows(self, count: int) -> None:
+        """Raises LlamaFailed for a batch of more rows than `most_rows`."""
+        if count > self.most_rows:
+            raise LlamaFailed(
+                f"The next batch has {count} rows, and the cache has {self.most_rows} cells; expected a cell for each row at least. Leave "
+                "the setting context out or raise it, or lower active, prefill_chunk or row_budget."
+            )
+
     def decode(self, rows: Sequence[BatchRow]) -> None:
         """Compute a batch. Raises LlamaFailed where the cache has no room for it, or llama.cpp gives up."""
         count = len(rows)
+        self.check_rows(count)
         if count > self._size:
             self._room(count)
         batch = self._batch

@@ -56,6 +56,8 @@ SETTINGS: Final = (
 )
 MOST_SEQUENCES: Final = 62
 """Sequences at a time; each is a bit of a cell's owners."""
+MOST_THREADS: Final = 512
+"""ggml's own ``GGML_MAX_N_THREADS``; some larger numbers end the process."""
 _CAPABILITIES: Final = frozenset(
     {
         base.TOKENS, base.LOGITS, base.SITES, base.INPUTS, base.ROWS_SEEN, base.CACHE, base.VALUES, base.FORWARDS,
@@ -106,10 +108,12 @@ class LlamaEngine:
             value = self.settings.get(key)
             if value is not None and str(value) not in known:
                 raise EngineRefuses(f"{key} is {value!r}; expected one of {', '.join(known)}. Correct it.")
-        for key in ("threads", "ubatch", "context"):
+        for key, most in (("threads", MOST_THREADS), ("ubatch", 1 << 24), ("context", 1 << 24)):
             value = self.settings.get(key, 1)
-            if type(value) is not int or not 1 <= value <= 1 << 24:
-                raise EngineRefuses(f"{key} is {value!r}; expected a whole number from 1 on. Correct it.")
+            if type(value) is not int or not 1 <= value <= most:
+                raise EngineRefuses(
+                    f"{key} is {value!r}; expected a whole number from 1 to {most}. Correct it."
+                )
         if type(self.settings.get("unified", False)) is not bool:
             raise EngineRefuses(
                 f"unified is {self.settings['unified']!r}; expected true or false. Correct it."
@@ -347,7 +351,7 @@ class LlamaEngine:
                 f"{'; '.join(graph.unseen[:1])}, so rows of several sequences cannot be told apart. Give unified = true, or another "
                 "cache type or flash_attention."
             )
-        nodes.plan(graph.plan, self._sizes(context, graph), self.model.window, context.split)
+        nodes.plan(graph.plan, self._sizes(context, graph, work), self.model.window, context.split)
         for fault in faults:
             fault.install(context, nodes)
         return PreparedRun(scenario, work, context, nodes, graph)
@@ -400,11 +404,12 @@ class LlamaEngine:
             **({} if draft is None else {"speculation": counts}),
         }
 
-    def _sizes(self, context: LlamaContext, graph: GraphSites) -> RecordingSizes:
+    def _sizes(self, context: LlamaContext, graph: GraphSites, work: Sequence[Work]) -> RecordingSizes:
         settings = context.settings
+        rows = min(context.most_rows, sum(len(item.prompt) + item.max_tokens for item in work))
         cells = context.cells_of_stream * (settings.sequences if context.split else 1)
         return RecordingSizes(
-            max(settings.ubatch, 2048), graph.width, cells, graph.heads, settings.sequences, context.cells_of_stream,
+            rows, graph.width, cells, graph.heads, settings.sequences, context.cells_of_stream,
             len(graph.caches), max(graph.row_bytes, 4 * self.model.vocabulary),
         )  # fmt: skip
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes as c
 import importlib
 import importlib.util
+import os
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
@@ -218,6 +219,8 @@ class LlamaLibrary:
 
     def __init__(self, package: str, path: Path, structures: Structures | None = None) -> None:
         self.package, self.path = package, path
+        # Where an assertion fails, ggml starts a debugger, whose lines would run over the answer.
+        os.environ.setdefault("GGML_NO_BACKTRACE", "1")
         self.version = version(package) or "of unknown version"
         self.structures = structures or Structures()
         try:

@@ -118,6 +118,7 @@ class ServedModel:
                 for share in group
                 for n, token in enumerate(share.tokens)
             ]
+            self.run.context.check_rows(len(rows))
             held = [self.run.context.held(self._own[share.work.index]) for share in group]
             self.recorder.begin(group, held)
             # Kept beyond the next batch, which may come before all of them are looked at.
@@ -165,16 +166,20 @@ class ServedModel:
 
 @dataclass
 class FirstBatches:
-    """Computes the batches of a run, and keeps the first ``most`` of them with their logits' bytes."""
+    """Computes the batches of a run, and keeps the first ``most`` of them: the positions that the cache had of each sequence, the
+    rows, and their logits' bytes."""
 
     run: PreparedRun
     most: int
-    seen: list[tuple[list[BatchRow], dict[int, bytes]]] = field(default_factory=list)
+    seen: list[tuple[list[int], list[BatchRow], dict[int, bytes]]] = field(default_factory=list)
 
     def __call__(self, shares: Sequence[Share], rows: list[BatchRow]) -> dict[int, Float32]:
+        if len(self.seen) >= self.most:
+            return self.run.decode(rows)
+        context = self.run.context
+        held = [context.held(sequence) for sequence in range(context.settings.sequences)]
         found = self.run.decode(rows)
-        if len(self.seen) < self.most:
-            self.seen.append((rows, {n: each.tobytes() for n, each in found.items()}))
+        self.seen.append((held, rows, {n: each.tobytes() for n, each in found.items()}))
         return found
 
     def again(self) -> bool:
@@ -182,10 +187,11 @@ class FirstBatches:
         context = LlamaContext(self.run.context.model, self.run.context.settings)
         try:
             equal = True
-            for rows, logits in self.seen:
-                for sequence in {row.sequence for row in rows}:
-                    # What had been taken out of the cache before this batch.
-                    context.remove(sequence, min(row.position for row in rows if row.sequence == sequence))
+            for held, rows, logits in self.seen:
+                for sequence, start in enumerate(held):
+                    # What had been taken out of the cache before this batch, of requests without a row in it too: in a cache that is
+                    # shared, which cells are free decides where the others' keys lie.
+                    context.remove(sequence, start)
                 context.decode(rows)
                 equal &= all(context.logits(n).tobytes() == each for n, each in logits.items())
         finally:

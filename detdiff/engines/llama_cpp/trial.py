@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -49,7 +48,6 @@ def try_model(library: LlamaLibrary, path: Path) -> None:
 
 @lru_cache(64)
 def _tried(path: Path, size: int, modified: int) -> tuple[int, str]:
-    environment = {**os.environ, "GGML_NO_BACKTRACE": "1"}
     try:
         done = subprocess.run(
             [sys.executable, "-c", _TRIAL, str(path)],
@@ -57,7 +55,6 @@ def _tried(path: Path, size: int, modified: int) -> tuple[int, str]:
             text=True,
             errors="replace",
             timeout=SECONDS,
-            env=environment,
         )
     except subprocess.TimeoutExpired:
         return 1, f"it was not loaded after {SECONDS} seconds"
