@@ -141,3 +141,37 @@ def test_sglang_streams_what_is_new_too(tmp_path: Path) -> None:
 def test_salts_of_requests_differ(tmp_path: Path) -> None:
     salts = {recorded("vllm", tmp_path / str(n))[1]["cache_salt"] for n in range(2)}
     assert len(salts) == 2
+
+
+def test_transformers_serve_gives_text_and_no_end_of_stream(tmp_path: Path) -> None:
+    """Shapes of transformers 5.19, cli/serving/completion.py: what is None is left out, and there is no [DONE]."""
+    asked: dict[str, Any] = {}
+
+    def chunk(text: str, **more: Any) -> dict[str, Any]:
+        return {
+            "id": "q",
+            "object": "text_completion",
+            "created": 1,
+            "model": "m",
+            "choices": [{"text": text, "index": 0, **more}],
+        }
+
+    def reply(handler: Any, body: dict[str, Any]) -> None:
+        asked.update(body)
+        usage = {"prompt_tokens": 2, "completion_tokens": 2, "total_tokens": 4}
+        send_events(
+            handler,
+            [chunk("Hel"), chunk("lo"), {**chunk("", finish_reason="length"), "usage": usage}],
+            done=False,
+        )
+
+    def listed(handler: Any, _: Any) -> None:
+        send_json(handler, {"data": [{"id": "m", "owned_by": "me"}]}, headers={"x-request-id": "1"})
+
+    replies = {"/v1/models": listed, "/health": always({"status": "ok"}), "/v1/completions": reply}
+    with serving(replies, server="uvicorn") as address:
+        trace = record(Scenario.from_flags(f"{address}/v1", ["a prompt"], "max_tokens=2"), tmp_path / "a")
+    assert trace.header["model"]["server"] == "transformers"
+    assert "".join(map(chr, trace.generated(lens=False).token)) == "Hello"
+    assert {"tokens", "logits"} <= trace.lacks.keys()
+    assert not {"logprobs", "stream_options"} & asked.keys()

@@ -41,9 +41,8 @@ class Asking:
             "tgi": ("/generate_stream" if streams else "/generate", answer.tgi),
         }[shape]
         if streams:
-            for event in self.client.events(
-                path, body, lambda event: shape == "tgi" and answer.finished is not None
-            ):
+            ends = shape == "tgi" or not kind.says_done
+            for event in self.client.events(path, body, lambda event: ends and answer.finished is not None):
                 read(event, time.perf_counter())
         else:
             found = self.client.post(path, body)

@@ -30,6 +30,7 @@ class ServerKind:
     streams_values: bool = True
     cache_off: Mapping[str, Any] = field(default_factory=dict)
     reset: str = ""
+    says_done: bool = True
     values: bool = True
     notes: tuple[str, ...] = ()
     sampled_note: str = ""
@@ -78,7 +79,8 @@ KINDS: Final[Mapping[str, ServerKind]] = {
             ),
             sampled_note="mlx_lm.server does not batch a request with a seed, so that sampled requests ran one by one",
         ),
-        ServerKind("transformers", values=False),
+        # transformers 5.19, cli/serving: no log-probabilities, no stream_options, and no [DONE] behind the last event.
+        ServerKind("transformers", values=False, says_done=False),
         ServerKind("openai", completion_top=5),
     )
 }
@@ -136,6 +138,8 @@ def detect(ask: Asked, said: str = "") -> FoundServer:
     unowned = owners == {""} if entries else listed is None or isinstance(listed, Mapping)
     if own.startswith("BaseHTTP/") and unowned and asked("/health", "status") is not None:
         return known("mlx_lm", "", "its headers and models")
+    if own == "uvicorn" and "x-request-id" in headers and asked("/health", "status") is not None:
+        return known("transformers", "", "its headers")
     version = asked("/version", "version")
     if version is not None:
         return known("vllm", version, "/version")
