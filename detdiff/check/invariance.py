@@ -18,7 +18,7 @@ from detdiff.errors import CheckSettingInvalid, DetdiffError, EngineAnswerInvali
 from detdiff.explain import Control, Verdict
 from detdiff.report import headline
 from detdiff.report.words import count, escaped, shown
-from detdiff.scenario import LAYOUTS, Scenario
+from detdiff.scenario import Scenario
 from detdiff.trace import Trace
 
 from .checked_engines import CheckedEngine, CheckedEngines, RecordedRuns
@@ -285,8 +285,8 @@ class ModelCheck:
         return found or self.asked_again(wanted[0]) if wanted else found
 
     def _base(self, composition: CheckedSchedule) -> Scenario:
-        layout, engine = composition.layout or LAYOUTS[0], self._checked.engine.name
-        return self._asked.base(self._checked.name, self._requests, layout, engine)
+        engine = self._checked.engine.name
+        return self._asked.base(self._checked.name, self._requests, composition.layout, engine)
 
     def asked_again(self, composition: CheckedSchedule) -> list[CheckFailure]:
         """Where nothing failed: the first request of an engine of one's own once more, after all others. It may remember."""

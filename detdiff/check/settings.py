@@ -67,6 +67,11 @@ class CheckSettings:
             ),
             **own,
         )
+        if "engine" in found:
+            raise CheckSettingInvalid(
+                "engine is no setting of a check; it follows from the model. Give an engine that is opened as the model, such as "
+                "detdiff.engines.registry.open_named('llama.cpp', 'FILE.gguf', {})."
+            )
         taken = next((name for name in found if name in _OWN), None)
         if taken is not None:
             raise CheckSettingInvalid(
@@ -84,15 +89,15 @@ class CheckSettings:
         return replace(asked, seeds=tuple(seeds), settings=found)
 
     def base(
-        self, model: str, requests: Sequence[Mapping[str, Any]], layout: str, engine: str = "mlx"
+        self, model: str, requests: Sequence[Mapping[str, Any]], layout: str | None, engine: str = "mlx"
     ) -> Scenario:
-        """The serial scenario in a layout of an engine. Raises what making a scenario raises."""
+        """The serial scenario in a layout of an engine, None: its own. Raises what making a scenario raises."""
         plan = self.kernels if isinstance(self.kernels, KernelPlan) else None
         keys = {
             "model": model,
             "engine": engine,
             "schedule": "serial",
-            "layout": layout,
+            **({} if layout is None else {"layout": layout}),
             "kernels": "native" if plan is not None else self.kernels,
             "max_tokens": self.max_tokens,
             **self.settings,
@@ -170,11 +175,8 @@ class CheckedSchedule:
         draw = random.Random(f"{self.name} {seed}")
         if seed:
             draw.shuffle(requests)
-        changes: dict[str, Any] = {
-            "schedule": self.kind,
-            "layout": self.layout or LAYOUTS[0],
-            **parse_flags(self.flags),
-        }
+        layout = {} if self.layout is None else {"layout": self.layout}
+        changes: dict[str, Any] = {"schedule": self.kind, **layout, **parse_flags(self.flags)}
         if self.kind == "serial":
             return [base.with_changes(**changes)]
         if self.kind == "continuous":
