@@ -13,6 +13,7 @@ from detdiff.engines.mlx.engine import environment
 from detdiff.engines.mlx.model import LoadedModel, encode
 from detdiff.engines.mlx.model_directory import RANDOM, layers_of
 from detdiff.engines.mlx.serve import Models
+from detdiff.engines.registry import DEFAULT
 from detdiff.errors import NothingToReduce, ReductionError
 from detdiff.explain.case import opened_run, scenario_of
 from detdiff.scenario import Scenario
@@ -50,12 +51,13 @@ def reduce(
     included. ``progress`` is called with tokens so far and at most of each run, ``on_step`` with each step that was not in
     the folder yet.
 
-    Raises NothingToReduce where the runs do not diverge, ReductionOfAnotherCase and ReductionFolderUnusable, and what reading,
-    loading and running raise. An interrupt leaves the folder as it was after the last step.
+    Raises ReductionError for runs of another engine than MLX, NothingToReduce where they do not diverge, ReductionOfAnotherCase and
+    ReductionFolderUnusable, and what reading, loading and running raise. An interrupt leaves the folder as it was after the last step.
     """
     options = options or ReduceOptions()
     runs = [opened_run(run) for run in (a, b)]
     scenarios = [scenario_of(run) for run in runs]
+    _refuse_other_engines(scenarios)
     models = _models(scenarios, loaded, draft)
     plain_ = [_plain(run, asked, models) for run, asked in zip(runs, scenarios, strict=True)]
     start = Candidate(plain_[0], plain_[1])
@@ -104,6 +106,16 @@ def _started(trials: CandidateTrials, start: Candidate, step: Any, options: Redu
             "let them generate more tokens."
         )
     return search
+
+
+def _refuse_other_engines(scenarios: list[Scenario]) -> None:
+    """Raises ReductionError for what another engine than MLX ran."""
+    other = next((each.engine for each in scenarios if each.engine != DEFAULT), None)
+    if other is not None:
+        raise ReductionError(
+            f"The runs are those of the engine {other}; expected mlx, which runs every smaller pair. Take requests and settings out of the "
+            "scenarios by hand, and compare them with `detdiff compare`."
+        )
 
 
 def _models(scenarios: list[Scenario], loaded: LoadedModel | None, draft: LoadedModel | None) -> Models:

@@ -14,6 +14,10 @@ from typing import Any
 import pytest
 from command_line import heard_again, paragraph, run
 
+from detdiff.errors import ReductionError
+from detdiff.reduce import reduce
+from detdiff.scenario import Scenario
+
 MODEL = {
     "model_type": "llama",
     "hidden_size": 64,
@@ -130,6 +134,16 @@ def test_what_does_not_part_is_an_error(scenario: Path, tmp_path: Path) -> None:
     same = ["--a", "schedule=serial", "--b", "schedule=serial"]
     found = paragraph(run("reduce", scenario, *same, "-o", tmp_path / "smaller"))
     assert found.startswith("detdiff: There is nothing to reduce: the two runs do not diverge")
+
+
+def test_another_engine_is_an_error(scenario: Path, tmp_path: Path) -> None:
+    """Smaller pairs would be run on MLX, whatever the two runs had been."""
+    asked = Scenario.from_toml(scenario).with_changes(
+        engine="transformers", layout="padded", kernels="native"
+    )
+    with pytest.raises(ReductionError, match="engine transformers; expected mlx"):
+        reduce(asked, asked.with_changes(schedule="static"), folder=tmp_path / "small")
+    assert not (tmp_path / "small").exists()
 
 
 def test_the_folder_of_another_case_is_an_error(scenario: Path, text: tuple[str, Path]) -> None:
