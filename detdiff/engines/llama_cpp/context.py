@@ -182,7 +182,7 @@ class LlamaContext:
         if not self.handle:
             raise LlamaModelRefused(
                 f"llama.cpp makes no context of {settings.cells} cells for {model.path.name} ({self._library.complaint()}); expected one. "
-                "Ask for fewer or shorter requests at a time, another cache type, or free some memory."
+                "Give settings that this model can have, ask for fewer or shorter requests at a time, or free some memory."
             )
         self.memory = self._library.llama_get_memory(self.handle)
         self.cells_of_stream = int(self._library.llama_n_ctx(self.handle))
