@@ -16,6 +16,13 @@ import pytest
 THOROUGH = bool(os.environ.get("CI") or os.environ.get("DETDIFF_TEST_FULL"))
 
 
+def only_in_full(reason: str) -> Any:
+    """A mark for what takes minutes of a core and shows on a real model what small ones show in the thorough tier."""
+    return pytest.mark.skipif(
+        not os.environ.get("DETDIFF_TEST_FULL"), reason=f"set DETDIFF_TEST_FULL=1: {reason}"
+    )
+
+
 def some_now(values: Iterable[Any], *places: int) -> list[Any]:
     """The parameters ``values``: those at ``places`` in both tiers, the others in the thorough one only.
 

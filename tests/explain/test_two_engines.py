@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from decoders import CONFIGS, INNER, WIDTH, directory, in_torch, on_mlx
 from numpy.typing import NDArray
-from tiers import some_now
+from tiers import only_in_full, some_now
 
 from detdiff import Scenario, Verdict, explain, record
 from detdiff.engines.base import Engine
@@ -348,7 +348,7 @@ def test_a_matrix_is_read_as_the_file_has_it(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.thorough
+@only_in_full("what a tiny model shows, on SmolLM2 in torch")
 @pytest.mark.real_model
 def test_smollm2_in_mlx_and_in_torch_is_numerics(smollm2_bf16: Path) -> None:
     verdict = explained(on_mlx(smollm2_bf16), in_torch(smollm2_bf16, attention="sdpa"))

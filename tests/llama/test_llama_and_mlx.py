@@ -14,7 +14,7 @@ import pytest
 from models import need_llama
 from numpy.typing import NDArray
 from plugins.small_gguf import small_gguf
-from tiers import some_now
+from tiers import only_in_full, some_now
 from torch_models import torch_or_skip
 
 from detdiff import Scenario, Verdict, compare, explain, record
@@ -236,7 +236,7 @@ def four_faults(model: Any) -> None:
     norm.weight = mx.ones_like(norm.weight)
 
 
-@pytest.mark.thorough
+@only_in_full("the faults that a tiny model has, on SmolLM2")
 @pytest.mark.real_model
 def test_four_faults_in_smollm2_on_mlx_are_named_and_nothing_else(
     smollm2_f32_gguf: Path, tmp_path: Path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -89,8 +90,10 @@ def found(smollm2_f16_gguf: Path) -> tuple[list[PromptAnswers], str]:
     """The prompts' answers beside others that end, and the list of what was found."""
     need_llama()
     model = LlamaModel(checked_library(), smollm2_f16_gguf)
-    search = FlipSearch(model, [encoded(model, text) for text in PROMPTS], 48)
-    answers = paired(PROMPTS, search.alone(), search.beside(SHARED))
+    # A quarter of the list, with one that flips where the documents were written; the tool tries all.
+    prompts = PROMPTS if os.environ.get("DETDIFF_TEST_FULL") else PROMPTS[16:24]
+    search = FlipSearch(model, [encoded(model, text) for text in prompts], 48)
+    answers = paired(prompts, search.alone(), search.beside(SHARED))
     return answers, listed(model, answers)
 
 

@@ -198,19 +198,19 @@ def test_fails(batch_invariance):
 def test_models_are_loaded_and_run_alone_once_for_a_session(run: Run) -> None:
     text = """
 import pytest
-from detdiff.check import subjects
+from detdiff.check import checked_engines
 
 loads, alone = [], []
-load, record = subjects.open_named, subjects.record
+load, record = checked_engines.open_named, checked_engines.record
 
 @pytest.fixture(autouse=True)
 def counted(monkeypatch):
-    monkeypatch.setattr(subjects, "open_named", lambda engine, name, given: loads.append(name) or load(engine, name, given))
+    monkeypatch.setattr(checked_engines, "open_named", lambda engine, name, given: loads.append(name) or load(engine, name, given))
     def counting(scenario, path, **kw):
         if scenario.schedule.kind == "serial":
             alone.append(scenario.schedule.layout)
         return record(scenario, path, **kw)
-    monkeypatch.setattr(subjects, "record", counting)
+    monkeypatch.setattr(checked_engines, "record", counting)
 
 @pytest.mark.batch_invariant(model="builtin", max_tokens=2)
 def test_marked(): pass
@@ -260,12 +260,12 @@ from tiny import tiny
 SAME = dict(prompts=[[1, 2, 3], [4, 5]], schedules="static:2", layouts="packed", kernels="batch-invariant", max_tokens=3)
 
 def test_it(batch_invariance, monkeypatch):
-    from detdiff.check import subjects
+    from detdiff.check import checked_engines
     from detdiff.compare import compare
 
     runs = []
-    record = subjects.record
-    monkeypatch.setattr(subjects, "record", lambda *args, **kw: runs.append(record(*args, **kw)) or runs[-1])
+    record = checked_engines.record
+    monkeypatch.setattr(checked_engines, "record", lambda *args, **kw: runs.append(record(*args, **kw)) or runs[-1])
     made = tiny("llama")
     batch_invariance.check({given}, **SAME)
     layer = made.model.layers[0].mlp.down_proj
