@@ -14,6 +14,9 @@ from tiers import THOROUGH
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Texts are as wide as where there is no terminal. pytest imports readline, which sets these for the workers of xdist.
+for name in ("COLUMNS", "LINES"):
+    os.environ.pop(name, None)
 
 # The time of an example says more about the machine than about the code. On CI every run tries the same
 # examples, so that a red one can be repeated.
