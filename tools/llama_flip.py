@@ -21,9 +21,9 @@ from pathlib import Path
 
 import numpy as np
 
+from detdiff.engines.base import highest
 from detdiff.engines.llama_cpp.context import BatchRow, ContextSettings, LlamaContext, LlamaModel
 from detdiff.engines.llama_cpp.layout import checked_library
-from detdiff.engines.llama_cpp.recorder import highest
 from detdiff.errors import DetdiffError
 
 PROMPTS = (

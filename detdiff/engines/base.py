@@ -380,6 +380,15 @@ def write_rows(
         )
 
 
+def highest(logits: NDArray[np.float32], count: int) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Ids and logits [count] of the highest of float32 [vocabulary], equal ones by lower id."""
+    count = min(count, len(logits))
+    least = np.partition(logits, -count)[-count] if not np.isnan(logits).any() else -np.inf
+    near = np.flatnonzero(~(logits < least))
+    ids = near[np.lexsort((near, -logits[near]))][:count]
+    return ids, logits[ids]
+
+
 def wanted_values(scenario: Scenario, options: RunOptions) -> WantedValues | None:
     """Which values are kept beside digests; None: none at all."""
     capture = scenario.capture

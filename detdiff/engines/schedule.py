@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from detdiff.errors import ForcedTokensMissing
-from detdiff.scenario import Schedule
+from detdiff.errors import ContextExceeded, ForcedTokensMissing, NothingToCheck, TokenOutOfRange
+from detdiff.scenario import Scenario, Schedule
 from detdiff.trace import Trace
 
 OnToken = Callable[[int, int, int], None]  # request index, token index, token id
@@ -131,6 +131,36 @@ def forced_tokens(work: Sequence[Work], path: str) -> list[list[int]]:
             raise ForcedTokensMissing(
                 f"force_tokens names {path}, where request {item.id!r} generated nothing; expected at least one token to "
                 "feed. Record that trace to its end first."
+            )
+        found.append(tokens)
+    return found
+
+
+def prompt_tokens(
+    scenario: Scenario, encode: Callable[[str, bool], list[int]], vocabulary: int, context: int | None
+) -> list[tuple[int, ...]]:
+    """Each request's prompt as token ids, which fit a vocabulary of so many ids and, with the answer, a context.
+
+    Raises NothingToCheck, TokenOutOfRange, ContextExceeded, and what ``encode(text, chat)`` raises.
+    """
+    found = []
+    for request in scenario.requests:
+        tokens = tuple(
+            request.tokens if request.tokens is not None else encode(request.prompt or "", request.chat)
+        )
+        if not tokens:
+            raise NothingToCheck(
+                f"The prompt of request {request.id!r} becomes no token at all; expected one at least. Give it some text."
+            )
+        if max(tokens) >= vocabulary:
+            raise TokenOutOfRange(
+                f"Request {request.id!r} has the token id {max(tokens)}; the model's vocabulary has {vocabulary} ids. "
+                "Correct the tokens, or name the model they are from."
+            )
+        if context is not None and len(tokens) + request.max_tokens > context:
+            raise ContextExceeded(
+                f"Request {request.id!r} has {len(tokens)} prompt tokens and asks for {request.max_tokens} more; the model's "
+                f"context is {context}. Shorten the prompt, or lower max_tokens."
             )
         found.append(tokens)
     return found

@@ -13,14 +13,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 from detdiff.engines import base
 from detdiff.engines.base import Begin, RunOptions, request_header, wanted_values
-from detdiff.engines.schedule import Work, forced_tokens
+from detdiff.engines.schedule import Work, forced_tokens, prompt_tokens
 from detdiff.engines.speculation import refuse_long_for_draft, refuse_other_vocabulary
 from detdiff.errors import (
     ContextExceeded,
     EngineRefuses,
-    NothingToCheck,
     OracleRefused,
-    TokenOutOfRange,
 )
 from detdiff.scenario import Scenario, nearest
 from detdiff.trace import Site, TraceWriter
@@ -461,26 +459,8 @@ class LlamaEngine:
     def _work(self, scenario: Scenario) -> list[Work]:
         """The requests, tokenised and checked. Raises NothingToCheck, TokenOutOfRange, ContextExceeded, and what forcing raises."""
         found: list[Work] = []
-        for index, request in enumerate(scenario.requests):
-            prompt = tuple(
-                request.tokens
-                if request.tokens is not None
-                else self.encode(request.prompt or "", request.chat)
-            )
-            if not prompt:
-                raise NothingToCheck(
-                    f"The prompt of request {request.id!r} becomes no token at all; expected one at least. Give it some text."
-                )
-            if max(prompt) >= self.model.vocabulary:
-                raise TokenOutOfRange(
-                    f"Request {request.id!r} has the token id {max(prompt)}; the model's vocabulary has {self.model.vocabulary} ids. "
-                    "Correct the tokens, or name the model they are from."
-                )
-            if len(prompt) + request.max_tokens > self.model.context:
-                raise ContextExceeded(
-                    f"Request {request.id!r} has {len(prompt)} prompt tokens and asks for {request.max_tokens} more; the model's "
-                    f"context is {self.model.context}. Shorten the prompt, or lower max_tokens."
-                )
+        prompts = prompt_tokens(scenario, self.encode, self.model.vocabulary, self.model.context)
+        for index, (request, prompt) in enumerate(zip(scenario.requests, prompts, strict=True)):
             arrival = 0 if scenario.schedule.kind == "static" else request.arrival
             ends: Callable[[int], bool] = (lambda _: False) if request.ignore_stop else self.model.ends
             found.append(

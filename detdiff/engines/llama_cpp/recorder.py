@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from detdiff.engines.base import WantedValues
+from detdiff.engines.base import WantedValues, highest
 from detdiff.engines.schedule import Share
 from detdiff.trace import PHASES, Generated, TraceWriter, Value, coefficients, format_ranges, ports_of
 from detdiff.trace import Rows as TraceRows
@@ -298,12 +298,3 @@ def _positions(share: Share) -> range:
 
 def _outputs_only(site: NodeSite) -> bool:
     return site.rows is not None and site.rows.outputs
-
-
-def highest(logits: NDArray[np.float32], count: int) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Ids and logits [count] of the highest, equal ones by lower id."""
-    count = min(count, len(logits))
-    least = np.partition(logits, -count)[-count] if not np.isnan(logits).any() else -np.inf
-    near = np.flatnonzero(~(logits < least))
-    ids = near[np.lexsort((near, -logits[near]))][:count]
-    return ids, logits[ids]

@@ -17,13 +17,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 from detdiff.engines import base
 from detdiff.engines.base import Begin, RunOptions, request_header, wanted_values
+from detdiff.engines.schedule import prompt_tokens
 from detdiff.errors import (
-    ContextExceeded,
     EngineFailed,
     EngineRefuses,
     EngineUnusable,
-    NothingToCheck,
-    TokenOutOfRange,
     TorchMissing,
     words_of,
 )
@@ -310,27 +308,9 @@ class TransformersEngine:
         return found
 
     def _prompts(self, scenario: Scenario) -> list[tuple[int, ...]]:
-        config = self.model.config.get_text_config()
-        limit = getattr(config, "max_position_embeddings", None)
-        found = []
-        for each in scenario.requests:
-            tokens = tuple(each.tokens or self.encode(each.prompt or "", each.chat))
-            if not tokens:
-                raise NothingToCheck(
-                    f"The prompt of request {each.id!r} becomes no token at all; expected one at least. Give it some text."
-                )
-            if max(tokens) >= self.vocab_size:
-                raise TokenOutOfRange(
-                    f"Request {each.id!r} has the token id {max(tokens)}; the model's vocabulary has {self.vocab_size} ids. "
-                    "Correct the tokens, or name the model they are from."
-                )
-            if isinstance(limit, int) and len(tokens) + each.max_tokens > limit:
-                raise ContextExceeded(
-                    f"Request {each.id!r} has {len(tokens)} prompt tokens and asks for {each.max_tokens} more; the model's "
-                    f"context is {limit}. Shorten the prompt, or lower max_tokens."
-                )
-            found.append(tokens)
-        return found
+        limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        context = limit if isinstance(limit, int) else None
+        return prompt_tokens(scenario, self.encode, self.vocab_size, context)
 
     def _batches(self, scenario: Scenario, prompts: Sequence[tuple[int, ...]]) -> list[Batch]:
         ends = frozenset(self._ends())

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from detdiff.engines.base import PortRows, RowTable, WantedValues, forward_line, write_rows
+from detdiff.engines.base import PortRows, RowTable, WantedValues, forward_line, highest, write_rows
 from detdiff.trace import (
     Generated,
     TraceWriter,
@@ -217,7 +217,8 @@ class TorchRecorder:
             self._found[self._ports["logits", "in"]] = before
         self._saw(number, site, last[..., 0])
         self._log()
-        ids, values = _top(last[:, 0].float().cpu().numpy(), self._top)
+        pairs = [highest(row, self._top) for row in last[:, 0].float().cpu().numpy()]
+        ids, values = (np.stack(each) for each in zip(*pairs, strict=True))
         slots = self._table.slot[chosen]
         self._pending = slots.tolist(), ids, self._table.position[chosen], values
         self.forwards += 1
@@ -357,14 +358,3 @@ class TorchRecorder:
         ]
         self._writer.forward(line)
         write_rows(self._writer, self.forwards, self._table, self._found, len(self._ports))
-
-
-def _top(logits: NDArray[np.float32], count: int) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Ids and logits [rows, count] of the highest, equal ones by lower id."""
-    count = min(count, logits.shape[1])
-    ids = np.empty((len(logits), count), np.int64)
-    for row, values in enumerate(logits):
-        least = np.partition(values, -count)[-count] if not np.isnan(values).any() else -np.inf
-        near = np.flatnonzero(~(values < least))
-        ids[row] = near[np.lexsort((near, -values[near]))][:count]
-    return ids, np.take_along_axis(logits, ids, axis=1)
