@@ -92,6 +92,7 @@ def html(report: Report) -> str:
         parts[place] = replace(parts[place], first=True)
     context: dict[str, Any] = {
         "report": report,
+        "title": cut(report.headline, 600),
         "sections": sections,
         "advice": _advice(report),
         "facts": facts(report),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
@@ -167,6 +168,8 @@ _GAP = 2
 _PADDING = 2
 """What tabulate adds to every header."""
 _NARROWEST = 8
+_WORDS: Final = re.compile(r"(\s*)(\S+)")
+_PIECES: Final = re.compile(r"[^,./]*[,./]|[^,./]+")
 
 
 def table_lines(table: Table, width: int) -> Iterator[str]:
@@ -191,7 +194,16 @@ def table_lines(table: Table, width: int) -> Iterator[str]:
 
 
 def _wrap(cell: str, limit: int) -> str:
-    return cell if len(cell) <= limit else "\n".join(textwrap.wrap(cell, limit, break_on_hyphens=False))
+    """``cell`` in lines of ``limit`` characters; a longer word is torn behind a comma, dot or slash, if it has one."""
+    lines: list[str] = []
+    for gap, word in _WORDS.findall(cell):
+        for piece in [word] if len(word) <= limit else _PIECES.findall(word):
+            if lines and len(lines[-1]) + len(gap) + len(piece) <= limit:
+                lines[-1] += gap + piece
+            else:
+                lines += [piece[at : at + limit] for at in range(0, len(piece), limit)]
+            gap = ""
+    return "\n".join(lines)
 
 
 def _word(header: str) -> int:
@@ -202,18 +214,23 @@ def _longest(cell: str) -> int:
     return max(map(len, cell.split()), default=0)
 
 
+def _longest_piece(cell: str) -> int:
+    return max(map(len, _PIECES.findall(cell)), default=0)
+
+
 def _limits(table: Table, numeric: Sequence[bool], room: int) -> list[int] | None:
     """The widths of the columns, or None where there is not room for all of them."""
     limits = [
         max(len(header) + _PADDING, *(len(row[n]) for row in table.rows), 1 + _PADDING)
         for n, header in enumerate(table.headers)
     ]
-    for whole_words in (True, False):
-        # Numbers are not wrapped, and their headers between words only. Names stay whole as long as there is room.
+    # Names stay whole as long as there is room, then what their commas, dots and slashes part.
+    for longest in (_longest, _longest_piece, lambda cell: 0):
+        # Numbers are not wrapped, and their headers between words only.
         least = [
             max(
                 _word(header) if number else _NARROWEST,
-                *(_longest(row[n]) if whole_words else number * len(row[n]) for row in table.rows),
+                *(len(row[n]) if number else longest(row[n]) for row in table.rows),
                 0,
             )
             for n, (header, number) in enumerate(zip(table.headers, numeric, strict=True))

@@ -181,6 +181,23 @@ def test_long_cells_wrap_and_too_many_columns_become_paragraphs() -> None:
     assert list(table_lines(many, 40))[0] == "- column 0 12345678, column 1 12345678,"
 
 
+def test_names_are_torn_behind_commas_and_dots_before_anywhere_else() -> None:
+    names = Table(
+        ("shape", "sites", "first"), (("192,1280,bfloat16", "8", "layers.0.self_attn.q_proj twice"),)
+    )
+    assert list(table_lines(names, 50))[2:] == [
+        "192,1280,bfloat16        8  layers.0.self_attn.",
+        "                            q_proj twice",
+    ]
+    assert list(table_lines(names, 40))[2:] == [
+        "192,1280,        8  layers.0.",
+        "bfloat16            self_attn.",
+        "                    q_proj twice",
+    ]
+    letters = Table(("n",), (("a" * 50,),))
+    assert list(table_lines(letters, 40))[2:] == ["a" * 40, "a" * 10]
+
+
 # The views
 
 
