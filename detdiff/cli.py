@@ -405,7 +405,12 @@ def _summarise(files: tuple[Path, ...], wanted: SummaryOptions, options: Mapping
     "--control", "controls", metavar="NAME", multiple=True, help="Run this control alone; may be given again."
 )
 @click.option("--budget", metavar="N", type=click.IntRange(0), help="At most N re-runs.")
-@click.option("--repeats", metavar="N", type=click.IntRange(1), help="Repeat each side N times; default 2.")
+@click.option(
+    "--repeats",
+    metavar="N",
+    type=click.IntRange(1),
+    help="Repeat each side N times, even where nothing differs; default 2.",
+)
 @across_engines_option
 @partial_option
 @json_option

@@ -98,6 +98,10 @@ class ModelConfigInvalid(ModelError):
     """config.json is not a JSON object, or lacks a value that its model type needs."""
 
 
+class ModelCodeRefused(ModelError):
+    """A model's own Python file was not allowed to run, or is not there."""
+
+
 class ModelTypeUnknown(ModelError):
     """config.json names a model type for which mlx-lm has no module."""
 

@@ -89,14 +89,13 @@ def verdict_on(
 ) -> Verdict:
     """The verdict on two traces, which names both sides as the user did. Raises what ``explain`` raises."""
     from detdiff.explain import explain
-    from detdiff.explain.case import REPEATS
 
     verdict = explain(
         *traces,
         controls=controls or None,
         budget=budget,
         engine=engines_of(asked, found, engines),
-        repeats=REPEATS if repeats is None else repeats,
+        repeats=repeats,
         across_engines=asked.across_engines,
         progress=bars.on_token,
         on_control=bars.next,

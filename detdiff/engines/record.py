@@ -7,8 +7,9 @@ units in the last place.
 from __future__ import annotations
 
 import tempfile
+import weakref
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,24 @@ def record(
                 f"The engine {opened.name} ran without beginning a trace; expected it to call begin(own) once. Correct it."
             )
         begun[0].finish(complete=True, **more)
-    return Trace.open(Path(path))
+    found = Trace.open(Path(path))
+    with suppress(TypeError):  # not all objects can be referred to weakly
+        _RECORDED[found.path.resolve()] = weakref.ref(_what_ran(opened))
+    return found
+
+
+_RECORDED: dict[Path, weakref.ref[Any]] = {}
+
+
+def _what_ran(engine: Engine) -> Any:
+    """The object behind an engine, which may be wrapped more than once."""
+    return getattr(engine, "given", engine)
+
+
+def recorded_by(trace: Trace, engine: Engine) -> bool:
+    """Whether this very engine, in this process, recorded ``trace``: the same code and weights as now."""
+    found = _RECORDED.get(trace.path.resolve())
+    return found is not None and found() is _what_ran(engine)
 
 
 def header(scenario: Scenario, engine: Engine, own: Mapping[str, Any]) -> dict[str, Any]:

@@ -50,7 +50,7 @@ def explain(
     engine: Any = None,
     loaded: Any = None,
     draft: Any = None,
-    repeats: int = REPEATS,
+    repeats: int | None = None,
     across_engines: bool = False,
     progress: Progress | None = None,
     on_control: OnControl | None = None,
@@ -60,14 +60,15 @@ def explain(
     ``controls`` names those to run, all of them whatever the first ones give; None runs them in ``ORDER`` and ends where
     the rules are sure. ``budget`` limits the re-runs. ``engine`` runs both sides, where it is opened already: an engine, a pair of them, an
     object or function with generate(requests, schedule); ``loaded`` and ``draft`` are models of mlx-lm that are loaded already.
-    ``repeats`` is how often the control ``repeat`` runs each side. ``across_engines``: the sides are two engines, whose operations
+    ``repeats`` is how often the control ``repeat`` runs each side; given, it runs where nothing differs too, as a rare change is in
+    no run of two. ``across_engines``: the sides are two engines, whose operations
     are judged by themselves, by the role of their sites. ``progress`` is called with tokens so far and at most, ``on_control`` before each
     control. Raises CommandError for an unknown control, and what reading, loading and running raise.
     """
     wanted = _wanted(controls)
     try:
         sides = [opened_run(run) for run in (a, b)]
-        sure = _without_model(sides, across_engines) if controls is None else None
+        sure = _without_model(sides, across_engines) if controls is None and repeats is None else None
         if sure is not None:
             return decide(sure)
         case = Case.of(
@@ -78,7 +79,7 @@ def explain(
             draft=draft,
             budget=budget,
             progress=progress,
-            repeats=repeats,
+            repeats=REPEATS if repeats is None else repeats,
             across_engines=across_engines,
         )
     except NothingComparable as error:
@@ -87,7 +88,16 @@ def explain(
     facts = _facts(case, divergence)
     if controls is None:
         wanted = ACROSS_ENGINES if across_engines else tuple(name for name in wanted if name != "roles")
-    verdict = decide(_run(case, facts, wanted, controls is not None, on_control))
+    if (
+        controls is None
+        and repeats is not None
+        and deciding(facts).stops == ()
+        and facts.divergence is not None
+    ):
+        wanted = ("repeat",)
+        verdict = decide(_run(case, facts, wanted, True, on_control))
+    else:
+        verdict = decide(_run(case, facts, wanted, controls is not None, on_control))
     return verdict if divergence.identical else replace(verdict, fragile=_fragile(case))
 
 

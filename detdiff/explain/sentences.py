@@ -40,8 +40,8 @@ def say_served(facts: Facts) -> str:
 
 def say_changed(facts: Facts) -> str:
     return (
-        "The code or the machine changed since the trace was recorded: it is not repeated, and what was run in its place repeats "
-        f"itself, so this is no run-to-run change. {_said(facts, 'repeat')}"
+        "The trace is not repeated, and what was run in its place repeats itself: the code or the machine changed since it was recorded. "
+        f"{_said(facts, 'repeat')}"
     )
 
 
@@ -160,7 +160,11 @@ def say_roles_inside(facts: Facts) -> str:
 def say_identical(facts: Facts) -> str:
     assert facts.divergence is not None
     c = facts.divergence.compared
-    return f"The runs are identical: {c.requests:,} requests, {c.rows:,} rows and {c.digests:,} digests compared, none differs."
+    again = _said(facts, "repeat") if facts.result("repeat") == "equal" else ""
+    return (
+        f"The runs are identical: {c.requests:,} requests, {c.rows:,} rows and {c.digests:,} digests compared, none differs."
+        f"{f' {again}' if again else ''}"
+    )
 
 
 def say_incomplete(facts: Facts) -> str:

@@ -319,12 +319,15 @@ class CandidateTrials:
         if twin not in self._twins:
             from detdiff.engines.mlx.model import load
 
+            # A model's own code is allowed already where that model is loaded.
             root = self._scratch / "twins"
             shutil.rmtree(root, ignore_errors=True)
-            target = load(str(twin_of(self._own.target, root / TWIN, twin.seed, twin.layers)))
+            target = load(
+                str(twin_of(self._own.target, root / TWIN, twin.seed, twin.layers)), custom_code=True
+            )
             draft = None
             if self._own.draft is not None:
-                draft = load(str(twin_of(self._own.draft, root / TWIN_DRAFT, twin.seed)))
+                draft = load(str(twin_of(self._own.draft, root / TWIN_DRAFT, twin.seed)), custom_code=True)
             with suppress(KeyError):
                 # One at a time: a model may be large.
                 self._twins.pop(next(iter(self._twins), twin))

@@ -111,7 +111,7 @@ def test_code_that_changed_since_the_trace_is_no_race(tmp_path: Path) -> None:
 
     verdict = explained(tmp_path, Differing(), Changed())
     assert (verdict.kind, verdict.rule) == ("undetermined", "changed")
-    assert "The code or the machine changed" in verdict.sentence and "repeats itself" in verdict.sentence
+    assert "the code or the machine changed" in verdict.sentence and "repeats itself" in verdict.sentence
 
 
 def test_a_healthy_engine_that_flips_is_none_of_these(tmp_path: Path) -> None:

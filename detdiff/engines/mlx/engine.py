@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import platform
+import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -19,7 +21,7 @@ from detdiff.engines.mlx.taps.entries import Selection
 from detdiff.engines.mlx.taps.forward import DRAFT, lens_logits
 from detdiff.engines.mlx.taps.recorder import Recorder, RecordingSettings
 from detdiff.engines.mlx.taps.session import Session
-from detdiff.engines.mlx.taps.sites import ROLES
+from detdiff.engines.mlx.taps.sites import ROLES, model_modules
 from detdiff.engines.record import record as record_engine
 from detdiff.engines.schedule import Work
 from detdiff.errors import EngineRefuses, LayoutError, OracleRefused, ScenarioError
@@ -93,7 +95,7 @@ class MlxEngine:
         return self.loaded.path
 
     def environment(self) -> dict[str, Any]:
-        return environment()
+        return {**environment(), "sources": sources(self.loaded.model)}
 
     def lacks(self, capability: str) -> str:
         return f"the mlx engine has no {capability}"
@@ -109,7 +111,7 @@ class MlxEngine:
         draft = self.draft
         if scenario.speculation is not None and draft is None:
             name = scenario.speculation.draft
-            draft = self._drafts.get(name) or load(name)
+            draft = self._drafts.get(name) or load(name, custom_code=self.settings.get("custom_code") is True)
             self._drafts[name] = draft
         return Models.of(scenario, self.loaded, draft)
 
@@ -202,13 +204,17 @@ def engine_of_objects(given: Any) -> MlxEngine | str:
 
 
 def open_mlx(model: str | None, settings: Mapping[str, Any]) -> MlxEngine:
-    """The factory of the mlx engine. Raises EngineRefuses for settings, of which it has none, and what ``load`` raises."""
-    if settings:
+    """The factory of the mlx engine. Its one setting is ``custom_code``, true to let a model's own Python file run.
+
+    Raises EngineRefuses for other settings, and what ``load`` raises.
+    """
+    allowed = settings.get("custom_code", False)
+    if set(settings) - {"custom_code"} or not isinstance(allowed, bool):
         raise EngineRefuses(
-            f"The mlx engine was given the settings {', '.join(sorted(settings))}, and takes none: a scenario's own keys say "
-            "everything of its runs. Leave them out."
+            f"The mlx engine was given the settings {', '.join(f'{k}={v!r}' for k, v in sorted(settings.items()))}; expected none but "
+            "custom_code, true or false: a scenario's own keys say everything else of its runs. Leave the others out."
         )
-    return MlxEngine(load(model or "builtin"))
+    return MlxEngine(load(model or "builtin", custom_code=allowed), settings=dict(settings))
 
 
 def environment() -> dict[str, Any]:
@@ -230,6 +236,25 @@ def environment() -> dict[str, Any]:
         "blas": blas_in_use(),
         "flags": flags(),
         **imported(),
+    }
+
+
+SOURCES = ("mlx_lm.generate", "mlx_lm.models.base", "mlx_lm.models.cache")
+"""Modules of mlx-lm that every model runs beside those of its own classes."""
+
+
+def sources(model: Module) -> dict[str, str]:
+    """The Python modules that a model runs, but MLX's own: name to the first 16 digits of its source's sha256.
+
+    Version strings stay when an editable installation is changed; these do not.
+    """
+    modules = {each.__name__: each for each in model_modules(model) if not each.__name__.startswith("mlx.")}
+    modules |= {name: sys.modules[name] for name in SOURCES}
+    found = {name: getattr(module, "__file__", None) for name, module in modules.items()}
+    return {
+        name: hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16]
+        for name, file in sorted(found.items())
+        if file is not None and Path(file).is_file()
     }
 
 

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
 import importlib
 import importlib.util
 import pkgutil
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from detdiff.engines.mlx.model_directory import RANDOM, check_directory, config_value, identity
+from detdiff.engines.mlx.model_directory import RANDOM, check_directory, code_file, config_value, identity
 from detdiff.errors import (
     ChatTemplateUnusable,
+    ModelCodeRefused,
     ModelConfigInvalid,
     ModelError,
     ModelTypeUnknown,
@@ -66,16 +69,19 @@ class LoadedModel:
     apart: set[str | None] = field(default_factory=set, compare=False, repr=False)
 
 
-def load(spec: str) -> LoadedModel:
+def load(spec: str, *, custom_code: bool = False) -> LoadedModel:
     """Load the model that `spec` names: ``builtin`` or ``builtin-draft``, a directory, or a hub id.
 
+    ``custom_code`` lets a model's own Python file run, where its config.json names one as ``model_file``.
+
     Raises:
-        ModelError: a subclass per broken rule of a model directory.
+        ModelCodeRefused: there is such a file and it was not allowed, or it is not there.
+        ModelError: another subclass per broken rule of a model directory.
         ModelUnreachable: a hub id is neither in the local cache nor within reach.
     """
     path = locate(spec)
     known = identity(path)
-    model, config = load_weights(path)
+    model, config = load_weights(path, custom_code=custom_code)
     return LoadedModel(model, load_tokenizer(path, config), path, known, config)
 
 
@@ -112,23 +118,40 @@ def builtin_path(name: str = "builtin") -> Path:
     return path
 
 
-def load_weights(path: Path, *, lazy: bool = False) -> tuple[Any, dict[str, Any]]:
+def load_weights(path: Path, *, lazy: bool = False, custom_code: bool = False) -> tuple[Any, dict[str, Any]]:
     """The mlx-lm module and configuration of the model directory `path`; with `lazy` no weight is read yet.
 
+    ``custom_code``: see `load`.
+
     Raises:
+        ModelCodeRefused: the model has a file of its own, which was not allowed.
         ModelTypeUnknown: mlx-lm has no such model type.
         ModelConfigInvalid: the configuration lacks what the model type needs.
         ModelWeightsMismatch: arrays are missing, superfluous or of another shape.
         ModelError: the directory breaks another rule, or mlx-lm refuses the model for a reason of its own.
     """
     described = check_directory(path)
-    _check_type(described["model_type"])
-    from mlx_lm.utils import load_model
+    file = code_file(path, described)
+    if file is None:
+        _check_type(described["model_type"])
+    elif not custom_code:
+        raise ModelCodeRefused(
+            f"The model {path.name!r} has code of its own: its config.json names {file.name!r} as model_file (sha256 "
+            f"{hashlib.sha256(file.read_bytes()).hexdigest()[:16]}), and code that came with a model may do anything. Read it, and "
+            "allow it with the engine's setting custom_code: `--both engine.custom_code=true`, in a file `engine = { name = "
+            '"mlx", custom_code = true }`, in Python `load(PATH, custom_code=True)`.'
+        )
+    from mlx_lm.utils import _get_classes, load_model
 
     try:
+        classes = _get_classes if file is None else lambda config: _own_classes(file)
         if RANDOM in described:
-            return build(described)
-        model, config = load_model(path, lazy=lazy)
+            return build(described, classes)
+        # Without the name of its file mlx-lm asks for the classes, and these are of a module that taps can find.
+        own = {} if file is None else {"model_config": {"model_file": None}, "get_model_classes": classes}
+        model, config = load_model(path, lazy=lazy, **own)
+        if file is not None:
+            config["model_file"] = described["model_file"]
     except ModelError:
         raise
     except (ValueError, KeyError) as error:
@@ -149,6 +172,23 @@ def load_weights(path: Path, *, lazy: bool = False) -> tuple[Any, dict[str, Any]
     except Exception as error:  # a model's own file may do anything with weights it was not written for
         raise _refused(path, error) from error
     return model, config
+
+
+def _own_classes(file: Path) -> tuple[Any, Any]:
+    """The Model and ModelArgs of a model's own file, imported under a name by its contents, so that twins share it."""
+    source = file.read_bytes()
+    name = f"model_file_{hashlib.sha256(source).hexdigest()[:16]}"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, file)
+        assert spec is not None and spec.loader is not None
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+    found = sys.modules[name]
+    return found.Model, found.ModelArgs
 
 
 def load_tokenizer(path: Path, config: Mapping[str, Any]) -> Any:

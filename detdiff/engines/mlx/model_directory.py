@@ -11,6 +11,7 @@ import difflib
 import hashlib
 import json
 import math
+import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -20,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from detdiff.errors import (
+    ModelCodeRefused,
     ModelConfigInvalid,
     ModelConfigMissing,
     ModelError,
@@ -176,6 +178,23 @@ def check_weight_files(path: Path) -> None:
         _array_dtypes(file)
 
 
+def code_file(path: Path, config: Mapping[str, Any]) -> Path | None:
+    """The Python file in the model directory that config.json names as ``model_file``; None where it names none.
+
+    Raises ModelCodeRefused where it is not a file of the directory.
+    """
+    name = config.get("model_file")
+    if name is None:
+        return None
+    file = path / str(name)
+    if isinstance(name, str) and file.is_file() and file.resolve().is_relative_to(path.resolve()):
+        return file
+    raise ModelCodeRefused(
+        f"{str(path / 'config.json')!r} names {name!r} as model_file, and there is no such file in the directory; expected the "
+        "Python file with the model's classes. Copy it there, or leave the key out to run mlx-lm's own class."
+    )
+
+
 def identity(path: Path) -> dict[str, Any]:
     """What tells this model from another, for the header of a trace; the same on every machine.
 
@@ -185,7 +204,8 @@ def identity(path: Path) -> dict[str, Any]:
         order), ``tokenizer_sha256`` (names and bytes of the tokenizer files, in name order), ``dtypes``
         (number of arrays per safetensors dtype), ``quantization`` (in words, None where dense), ``layers``
         and ``vocab_size`` (None where the configuration does not say). Random weights follow from the
-        configuration and their recipe, so ``weights_sha256`` is that of the recipe, and ``tokenizer_sha256`` is None.
+        configuration and their recipe, so ``weights_sha256`` is that of the recipe, and ``tokenizer_sha256`` is None. A
+        model with code of its own also has ``model_file``, its name, and ``model_file_sha256``.
 
     Raises:
         ModelError: the directory breaks a rule of `check_directory`.
@@ -207,7 +227,15 @@ def identity(path: Path) -> dict[str, Any]:
         "quantization": _quantization(config),
         "layers": layers_of(config),
         "vocab_size": config_value(config, "vocab_size"),
+        **_code(path, config),
     }
+
+
+def _code(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    file = code_file(path, config)
+    if file is None:
+        return {}
+    return {"model_file": file.name, "model_file_sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
 
 
 def config_value(config: Mapping[str, Any], *names: str) -> int | None:
@@ -333,7 +361,7 @@ def twin_of(source: Any, folder: Path | str, seed: int = 0, layers: int | None =
     """
     config = _plain(source.config if source.config else read_config(source.path))
     config[RANDOM] = {"seed": seed, "dtype": _dtype(source.model)}
-    config.pop("model_file", None)
+    code = code_file(source.path, config)
     if isinstance(config.get("quantization"), dict):
         # What the loader's own rule would quantise and the source does not.
         config.pop("quantization_config", None)
@@ -344,6 +372,8 @@ def twin_of(source: Any, folder: Path | str, seed: int = 0, layers: int | None =
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(config, indent=1, sort_keys=True, allow_nan=False)
     (folder / "config.json").write_text(text + "\n", encoding="utf-8")
+    if code is not None:
+        shutil.copyfile(code, folder / code.name)
     return folder
 
 
@@ -374,10 +404,10 @@ def with_layers(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
     return made
 
 
-def build(config: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+def build(config: Mapping[str, Any], classes: Any = None) -> tuple[Any, dict[str, Any]]:
     """The mlx-lm module that a twin's configuration describes, weights filled and evaluated, and the configuration.
 
-    Every parameter is drawn by its own name, so layers that are left out change nothing in the others. Raises
+    ``classes`` gives the classes of the model and of its arguments for a configuration; None: mlx-lm's own. Every parameter is drawn by its own name, so layers that are left out change nothing in the others. Raises
     ModelConfigInvalid for a recipe that is none, and ModelError for quantisation that mlx cannot make.
     """
     import mlx.core as mx
@@ -387,7 +417,7 @@ def build(config: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
 
     seed, dtype = recipe(config)
     made = _plain(config)
-    model_class, arguments = _get_classes(config=made)
+    model_class, arguments = (classes or _get_classes)(config=made)
     model = model_class(arguments.from_dict(made))
     shapes: Any = tree_flatten(model.parameters())
     cast = getattr(model, "cast_predicate", lambda name: True)

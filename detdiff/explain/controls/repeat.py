@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from detdiff.compare import Divergence, compare
-from detdiff.errors import ReplayError
+from detdiff.engines.base import Engine
+from detdiff.engines.record import recorded_by
 from detdiff.trace import Trace
 
 from ..case import Case, Side
@@ -18,7 +19,8 @@ from ..control import BudgetSpent, Figures, Outcome, control
 class RepeatFigures(Figures):
     """How often each side was run again (``repetitions``), and where ``side`` first was another: ``where`` in words.
 
-    ``returned`` says that a later repetition gave the trace's bits again.
+    ``returned`` says that a later repetition gave the trace's bits again. ``changed`` lists what of the environment, the sources
+    and the model's own code is another than when the trace was recorded.
     """
 
     repetitions: Mapping[Side, int]
@@ -31,6 +33,7 @@ class RepeatFigures(Figures):
     token: int | None = None
     where: str | None = None
     returned: bool | None = None
+    changed: Sequence[str] | None = None
 
 
 @control("repeat", after=None)
@@ -38,8 +41,8 @@ def repeat(case: Case) -> Outcome:
     """Result ``equal`` (every digest and token of every repetition), ``differs``, or ``changed``: not what the trace has,
     and the same each time.
 
-    Raises ReplayError where repetitions agree with each other and not with a trace from another machine or version, and
-    BudgetSpent where not even one repetition of each side was in the budget.
+    A trace that this very engine recorded just before is a repetition too: where later ones are alike and it is not, that
+    is a change as rare as one run of so many. Raises BudgetSpent where not even one repetition of each side was in the budget.
     """
     done = {"a": 0, "b": 0}
     for _ in range(case.repeats):
@@ -74,29 +77,57 @@ def _equal(done: dict[str, int]) -> Outcome:
 def _differs(case: Case, side: Side, again: Trace, found: Divergence, done: dict[str, int]) -> Outcome:
     """One more re-run tells what does not repeat from what repeats and is not the trace's."""
     trace, steady, returned = case.trace(side), False, False
+    own = recorded_by(trace, case.engine(side))
     try:
         third = case.record(case.scenario(side), side)
         done[side] += 1
         steady, returned = same(compare(again, third)), same(compare(trace, third))
     except BudgetSpent:
         pass
-    if steady and trace.header["environment"] != case.engine(side).environment():
-        raise ReplayError(
-            f"Re-runs of {trace.path} agree with each other and not with it. It was recorded on another machine or with "
-            "other versions (see the environment in `detdiff show`). Record both sides again on this machine."
-        )
     where = first_place(found)
-    figures = RepeatFigures(dict(done), side, **where, returned=returned)
-    if steady:
+    if steady and not own:
+        changed = _changed(trace, case.engine(side))
+        figures = RepeatFigures(dict(done), side, **where, returned=returned, changed=changed)
+        what = f"what differs is known: {'; '.join(changed)}" if changed else UNCHANGED
         sentence = (
             f"side {side} does not repeat its trace and repeats itself, in {done[side]} runs: the first difference from the "
-            f"trace is at {where['where']}, on the same machine with the same versions"
+            f"trace is at {where['where']}; {what}"
         )
         return Outcome("changed", sentence, figures)
+    figures = RepeatFigures(dict(done), side, **where, returned=returned)
     sentence = (
         f"side {side}, run again {_times(done[side])} as it is, gave other bits, first at {where['where']}"
     )
+    if steady:
+        sentence += "; the repetitions are alike and what the same engine recorded before them is not, so that it happens in few runs"
     return Outcome("differs", sentence, figures)
+
+
+UNCHANGED: Final = (
+    "versions, machine and the sources that were hashed are the same, so either the code changed elsewhere, or what the trace shows "
+    "happens in few runs (--repeats N looks more often)"
+)
+
+
+def _changed(trace: Trace, engine: Engine) -> list[str]:
+    """What is known to be another than when a trace was recorded, as clauses."""
+    found = []
+    then, now = trace.header["environment"], engine.environment()
+    for key in dict.fromkeys((*then, *now)):
+        before, after = then.get(key), now.get(key)
+        if before == after or key not in then:
+            continue  # a trace of an older detdiff says less
+        if key in ("sources", "imports") and isinstance(before, Mapping) and isinstance(after, Mapping):
+            other = [name for name in dict.fromkeys((*before, *after)) if before.get(name) != after.get(name)]
+            found.append(f"the source of {', '.join(other)}")
+        else:
+            found.append(f"{key} is {after} and was {before}")
+    code = "model_file_sha256"
+    if trace.model.get(code) != engine.identity.get(code):
+        found.append(
+            f"the model's own code {engine.identity.get('model_file') or trace.model.get('model_file')}"
+        )
+    return found
 
 
 def first_place(found: Divergence) -> dict[str, Any]:

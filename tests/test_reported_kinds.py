@@ -1,0 +1,223 @@
+"""Kinds of what people reported, each asked as they would: one answer from the command line and from Python, and a healthy twin."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import run
+from tiers import some_now
+
+import detdiff
+from detdiff import Scenario, explain
+from detdiff.errors import ModelCodeRefused
+
+LLAMA = {
+    "model_type": "llama", "hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 48, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "rms_norm_eps": 1e-5, "vocab_size": 64, "tie_word_embeddings": True,
+}  # fmt: skip
+TOKENS = "tokens=1,2,3;4,5,6,7,8,9,10,11,12"
+
+
+def directory(folder: Path, config: dict[str, Any], dtype: str = "float32", code: str = "") -> str:
+    """A model of random weights, which need no file; ``code`` is a Python file of its own."""
+    made = {
+        **config,
+        "detdiff_random": {"seed": 0, "dtype": dtype},
+        **({"model_file": "own.py"} if code else {}),
+    }
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(made))
+    if code:
+        (folder / "own.py").write_text(code)
+    return str(folder)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One question: the flags of both sides, of a and of b; ``more`` are options of explain by their Python names."""
+
+    model: str = ""
+    both: str = TOKENS
+    a: str = "schedule=serial"
+    b: str = "schedule=static"
+    more: dict[str, Any] = field(default_factory=dict)
+
+    def command_line(self) -> tuple[str, str, str]:
+        model = ["--model", self.model] if self.model else []
+        options = [word for name, value in self.more.items() for word in (f"--{name}", str(value))]
+        found = run("explain", *model, "--both", self.both, "--a", self.a, "--b", self.b, *options, "--json")
+        assert found.exit_code in (0, 1, 3), found.output
+        answer = json.loads(found.stdout)
+        return answer["verdict"], answer["rule"], answer["said"]
+
+    def python(self) -> tuple[str, str, str]:
+        sides = [
+            Scenario.from_flags(self.model or None, (), f"{self.both} {own}") for own in (self.a, self.b)
+        ]
+        verdict = explain(*sides, **self.more)
+        return verdict.kind, verdict.rule, verdict.sentence
+
+
+@dataclass(frozen=True)
+class Kind:
+    """``ask`` makes the question in a folder, with its cause where it is ``ill``. ``words`` are in the answer, none of
+    ``never`` is."""
+
+    name: str
+    ask: Callable[[Path, pytest.MonkeyPatch, bool], Asked]
+    verdict: tuple[str, str]
+    twin: tuple[str, str]
+    words: tuple[str, ...] = ()
+    never: tuple[str, ...] = ()
+
+
+ENGINE = """
+class Engine:
+    name, vocab_size, calls = "counting", 64, 0
+
+    def generate(self, requests, schedule):
+        self.calls += 1
+        shift = self.shift(len(requests))
+        return [[(sum(each.tokens) + n + shift) % 50 for n in range(each.max_tokens)] for each in requests]
+
+    def shift(self, batch):
+        return SHIFT
+
+    def reset(self):
+        self.calls = CALLS
+"""
+
+
+def engine(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, shift: str, calls: str = "0") -> str:
+    """An engine of the user's as a module of the folder that they are in."""
+    (folder / f"{name}.py").write_text(ENGINE.replace("SHIFT", shift).replace("CALLS", calls))
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    return f"engine={name}:Engine"
+
+
+def race_in_a_batch(folder: Path, monkeypatch: pytest.MonkeyPatch, ill: bool) -> Asked:
+    # Both need a batch: the race, and what changes with the number of rows.
+    own = engine(
+        folder,
+        monkeypatch,
+        "racing_engine",
+        "self.calls % 7 + 1 if batch > 1 else 0" if ill else "0",
+        "self.calls",
+    )
+    return Asked("m", f"{TOKENS} max_tokens=3 {own}")
+
+
+def rare_race(folder: Path, monkeypatch: pytest.MonkeyPatch, ill: bool) -> Asked:
+    # Two recordings miss it, and so do two repetitions of each side.
+    own = engine(folder, monkeypatch, "rare_engine", "int(self.calls == 9)" if ill else "0", "self.calls")
+    return Asked(
+        "m", f"tokens=1,2,3 max_tokens=3 {own}", "schedule=serial", "schedule=static", {"repeats": 6}
+    )
+
+
+def state_between_calls(folder: Path, monkeypatch: pytest.MonkeyPatch, ill: bool) -> Asked:
+    own = engine(folder, monkeypatch, "warm_engine", "int(self.calls > 1)" if ill else "0")
+    return Asked("m", f"{TOKENS} max_tokens=3 {own}")
+
+
+DOUBLE = """
+from mlx_lm.models import llama
+from mlx_lm.models.base import scaled_dot_product_attention  # attention is a site of this file, too
+
+class ModelArgs(llama.ModelArgs):
+    pass
+
+class Model(llama.Model):
+    def __call__(self, inputs, cache=None, **kw):
+        y = super().__call__(inputs, cache=cache, **kw)
+        return y * (SCALE if inputs.shape[0] > 1 else 1)
+"""
+
+
+KINDS = (
+    Kind("A5 race in a batch", race_in_a_batch, ("nondeterminism", "repeat"), ("identical", "identical"),
+         ("Side b, run again",), ("not about the batch",)),
+    Kind("A6 state between calls", state_between_calls, ("nondeterminism", "served-before"), ("identical", "identical"),
+         ("what was served before",)),
+    Kind("D25 rare race", rare_race, ("nondeterminism", "repeat"), ("identical", "identical"), ("run again 5 times",)),
+)  # fmt: skip
+"""Of reports A, B and D; others have tests of their own, which docs/testing.md lists."""
+
+
+@pytest.fixture(params=some_now(KINDS, 0), ids=lambda kind: kind.name)
+def kind(request: pytest.FixtureRequest) -> Iterator[Kind]:
+    yield request.param
+
+
+def test_a_kind_is_answered_alike_and_its_twin_is_sound(
+    kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for ill, expected in ((True, kind.verdict), (False, kind.twin)):
+        folder = tmp_path / str(ill)
+        folder.mkdir()
+        asked = kind.ask(folder, monkeypatch, ill)
+        from_command_line = asked.command_line()
+        assert from_command_line[:2] == expected, from_command_line
+        asked = kind.ask(folder / "again", monkeypatch, ill) if (folder / "again").mkdir() is None else asked
+        assert asked.python()[:2] == expected
+        if ill:
+            said = from_command_line[2]
+            assert all(word in said for word in kind.words), said
+            assert not any(word in said for word in kind.never), said
+
+
+def test_a_models_own_code_runs_where_it_is_allowed_and_is_never_replaced(tmp_path: Path) -> None:
+    """D24: the file makes logits of a batch twice as large, so a run of mlx-lm's own class in its place would be identical."""
+    model = directory(tmp_path / "own", LLAMA, code=DOUBLE.replace("SCALE", "2"))
+    asked = ("compare", "--model", model, "--a", "schedule=serial", "--b", "schedule=static", "--both")
+    refused = run(*asked, f"{TOKENS} max_tokens=2")
+    assert (
+        refused.exit_code == 2 and "own.py" in refused.output and "engine.custom_code=true" in refused.output
+    )
+    with pytest.raises(ModelCodeRefused, match="custom_code"):
+        detdiff.record(Scenario.from_flags(model, (), f"{TOKENS} max_tokens=2"), tmp_path / "refused")
+    allowed = f"{TOKENS} max_tokens=2 engine.custom_code=true"
+    assert run(*asked, allowed, "--keep", tmp_path / "kept").exit_code == 1
+    a, b = (
+        detdiff.record(Scenario.from_flags(model, (), f"{allowed} schedule={each}"), tmp_path / each)
+        for each in ("serial", "static")
+    )
+    assert (
+        detdiff.compare(a, b).identical
+        is detdiff.compare(tmp_path / "kept" / "a", tmp_path / "kept" / "b").identical
+        is False
+    )
+    digest = hashlib.sha256((tmp_path / "own" / "own.py").read_bytes()).hexdigest()
+    for trace in (a, detdiff.Trace.open(tmp_path / "kept" / "a")):
+        assert (trace.model["model_file"], trace.model["model_file_sha256"]) == ("own.py", digest)
+        assert any(site.kind == "attention" for site in trace.sites)
+
+
+@pytest.mark.thorough
+def test_a_trace_of_other_code_is_told_from_a_race(tmp_path: Path) -> None:
+    """A4: nothing but the model's own file is another than when the trace was recorded."""
+    model = directory(tmp_path / "own", LLAMA, code=DOUBLE.replace("SCALE", "2"))
+    (tmp_path / "asked.toml").write_text(
+        f'model = "{model}"\nengine = {{ name = "mlx", custom_code = true }}\nmax_tokens = 2\nschedule = "static"\n'
+        "[[request]]\ntokens = [1, 2, 3]\n[[request]]\ntokens = [4, 5, 6, 7]\n"
+    )
+    for name in ("static", "serial"):
+        done = run("record", tmp_path / "asked.toml", "-o", tmp_path / name, "--set", f"schedule={name}")
+        assert done.exit_code == 0, done.output
+    twin = json.loads(run("explain", tmp_path / "static", tmp_path / "serial", "--json").stdout)
+    assert twin["rule"] != "changed"
+    (tmp_path / "own" / "own.py").write_text(DOUBLE.replace("SCALE", "3"))
+    found = json.loads(run("explain", tmp_path / "static", tmp_path / "serial", "--json").stdout)
+    verdict = explain(tmp_path / "static", tmp_path / "serial")
+    assert (found["verdict"], found["rule"]) == (verdict.kind, verdict.rule) == ("undetermined", "changed")
+    for said in (found["said"], verdict.sentence):
+        assert "the code or the machine changed" in said and "the model's own code own.py" in said
