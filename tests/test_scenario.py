@@ -23,6 +23,7 @@ from detdiff.scenario import (
     Scenario,
     Schedule,
     Speculation,
+    Turn,
 )
 from detdiff.scenario.keys import (
     CHANGE_KEYS,
@@ -404,7 +405,8 @@ def test_the_table_says_the_defaults_that_the_classes_have() -> None:
     words = {"off": None, "no limit": None, "contiguous": None, "all": None, "false": False}
     checked = 0
     for section, keys in TABLE.items():
-        whole: Any = {"Rule": PathRule(), "Request": plain.requests[0]}.get(
+        later = Request("r0/2", prompt="b", turn=Turn("r0"))
+        whole: Any = {"Rule": PathRule(), "Request": plain.requests[0], "Turn": later}.get(
             section.split()[0].rstrip("s"), plain
         )
         for key in keys:

@@ -122,7 +122,7 @@ class _Writes:
                 return
 
 
-_CHANGES: Final = ("merge", "extend", "filter", "roll", "trim", "quantise", "prefix")
+_CHANGES: Final = ("merge", "extend", "filter", "roll", "trim", "quantise", "prefix", "turn", "save", "load")
 """Events that move, drop or replace entries which have been written."""
 
 _LISTED: Final = 8
@@ -250,6 +250,15 @@ def deed(event: Event, ids: Sequence[str]) -> str:
         return "roll (" + ", ".join(f"{_names([request], ids)} by {by}" for request, by in pairs) + ")"
     if kind == "trim":
         return f"trim of the {_model(event)}'s cache ({event['done']} of {event['asked']} rows)"
+    if kind == "turn":
+        return (
+            f"turn ({_names([event['request']], ids)} goes on from {_names([event['from']], ids)} over {event['kept']} of "
+            f"{event['tokens']} tokens)"
+        )
+    if kind in ("save", "load"):
+        return f"{kind} (layers {event['layers']}, for {_names([event['request']], ids)})"
+    if kind == "cancel":
+        return f"cancel ({_names([event['request']], ids)} after {event['tokens']} tokens)"
     if kind == "quantise":
         return f"quantise (from position {event['position']} on, layers {event['layers']})"
     if event["from"] == event["request"]:
@@ -430,7 +439,7 @@ def _counts(a: RunEvents, b: RunEvents) -> tuple[EventCount, ...]:
 def _listed(run: RunEvents) -> Iterator[Finding]:
     """What a reader should know of although nothing is wrong with it, the first of each kind."""
     seen: Counter[str] = Counter()
-    for event in run.of("prefix", "quantise", "wrap"):
+    for event in run.of("prefix", "quantise", "wrap", "turn", "load", "cancel"):
         kind = event["event"]
         seen[kind] += 1
         if seen[kind] > _LISTED or "request" not in event:

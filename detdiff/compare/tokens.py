@@ -214,6 +214,10 @@ def pair_requests(
             continue
         asked_a, asked_b = a.requests[number], b.requests[of_b[id]]
         if asked_a["tokens"] != asked_b["tokens"]:
+            before = _turn_before(asked_a, asked_b, pairs, left_out)
+            if before is not None:
+                left_out.append(NotCompared(id, before))
+                continue
             left_out.append(NotCompared(id, _prompt_reason(asked_a["tokens"], asked_b["tokens"])))
             continue
         workload += _asked_otherwise(id, asked_a, asked_b, forced)
@@ -283,6 +287,21 @@ def _no_request(a: Trace, b: Trace, left_out: list[NotCompared]) -> str:
         f"Run a ({a.path}) and run b ({b.path}) have no request in common that could be compared ({reasons}{more}). "
         "Expected at least one request with the same id and the same prompt. Record both runs with the same requests."
     )
+
+
+def _turn_before(
+    a: dict[str, Any], b: dict[str, Any], pairs: list[RequestPair], left_out: list[NotCompared]
+) -> str | None:
+    """Why a later turn's conversation is another one, where the turn before is why."""
+    after = a.get("after")
+    if after is None or after != b.get("after"):
+        return None
+    pair = next((pair for pair in pairs if pair.id == after), None)
+    if pair is not None and pair.flip is not None:
+        return f"it goes on from {after}, whose answers differ from token {pair.flip} on"
+    if any(each.id == after for each in left_out):
+        return f"it goes on from {after}, which is not compared"
+    return None
 
 
 def _prompt_reason(a: list[int], b: list[int]) -> str:

@@ -412,7 +412,8 @@ def wanted_values(scenario: Scenario, options: RunOptions) -> WantedValues | Non
 
 
 def refuse_untold(scenario: Scenario, names: Sequence[str], why: str) -> None:
-    """Raises EngineRefuses for the first of ``names`` that ``scenario`` asks for; ``why`` goes on after the word engine.
+    """Raises EngineRefuses for the first of ``names`` that ``scenario`` asks for, or for later turns of a request and ``cancel``,
+    which mlx alone runs; ``why`` goes on after the word engine.
 
     Names are "layout packed", "prefill_chunk", "kernels", "a draft", "settings of the cache", "force_tokens", "lens",
     "chat" and "a temperature".
@@ -428,8 +429,10 @@ def refuse_untold(scenario: Scenario, names: Sequence[str], why: str) -> None:
         "lens": scenario.capture.lens,
         "chat": any(each.chat for each in scenario.requests),
         "a temperature": sampled is not None,
+        "a turn": any(each.turn for each in scenario.requests),
+        "cancel": any(each.cancel for each in scenario.requests),
     }
-    wrong = next((name for name in names if asked[name]), None)
+    wrong = next((name for name in ("a turn", "cancel", *names) if asked[name]), None)
     if wrong is not None:
         what = f"the temperature of request {sampled!r}" if wrong == "a temperature" else wrong
         raise EngineRefuses(f"{what} cannot be told to the engine {why}")
@@ -444,6 +447,8 @@ def request_header(request: Request, tokens: Sequence[int]) -> dict[str, Any]:
         "arrival": request.arrival,
         "ignore_stop": request.ignore_stop,
         "sampling": dict(vars(request.sampling)),
+        **({} if request.cancel is None else {"cancel": request.cancel}),
+        **({} if request.turn is None else {"after": request.turn.after}),
     }
 
 

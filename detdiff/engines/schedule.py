@@ -21,9 +21,23 @@ def silent(kind: str, **fields: Any) -> None:
     """An ``OnEvent`` that nobody hears."""
 
 
+@dataclass(frozen=True)
+class Said:
+    """The tokens of a conversation up to an answer. The first ``told`` are those of the turn before, as far as they are
+    not taken back; ``closing`` are those with which the chat template ends the answer before, None without a template."""
+
+    tokens: tuple[int, ...]
+    told: int
+    closing: tuple[int, ...] | None = None
+
+
 @dataclass(eq=False)
 class Work:
-    """One request on its way: ``done`` rows are in the cache, ``generated`` are its answers so far."""
+    """One request on its way: ``done`` rows are in the cache, ``generated`` are its answers so far.
+
+    ``before`` is the turn that it goes on from; ``prompt``, the conversation up to its own answer, is then what ``conversation``
+    gives once that is over. ``cancel`` is after how many tokens it is cancelled.
+    """
 
     index: int
     id: str
@@ -34,12 +48,29 @@ class Work:
     sampler: Any
     done: int = 0
     generated: list[int] = field(default_factory=list)
+    cancel: int | None = None
+    before: Work | None = None
+    conversation: Callable[[Work], Said] | None = None
 
     @property
     def finished(self) -> bool:
         return bool(self.generated) and (
-            len(self.generated) >= self.max_tokens or self.generated[-1] in self.stop
+            len(self.generated) >= self.max_tokens or self.generated[-1] in self.stop or self.cancelled
         )
+
+    @property
+    def cancelled(self) -> bool:
+        return self.cancel is not None and len(self.generated) >= self.cancel
+
+    @property
+    def ready(self) -> bool:
+        """Whether it may begin: the turn before is over."""
+        return self.before is None or self.before.finished
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """The tokens whose rows its cache holds."""
+        return (*self.prompt, *self.generated)[: self.done]
 
     def answer(self, token: int, on_token: OnToken) -> None:
         """Take one token as the next input; what is told on is the model's own choice, where a sampler feeds another."""
@@ -119,7 +150,7 @@ def forced_tokens(work: Sequence[Work], path: str) -> list[list[int]]:
                 f"force_tokens names {path}, which has no request {item.id!r}; expected one of each id. It has "
                 f"{', '.join(map(repr, list(numbers)[:4]))}. Rename the requests, or force the tokens of another trace."
             )
-        if tuple(trace.requests[number]["tokens"]) != item.prompt:
+        if item.before is None and tuple(trace.requests[number]["tokens"]) != item.prompt:
             raise ForcedTokensMissing(
                 f"force_tokens names {path}, where request {item.id!r} has another prompt; expected the same tokens, since "
                 "an answer only fits its own prompt. Force the tokens of a trace of this scenario's requests."

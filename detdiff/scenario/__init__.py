@@ -13,6 +13,7 @@ from detdiff.scenario.settings import (
     Sampling,
     Schedule,
     Speculation,
+    Turn,
 )
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "Scenario",
     "Schedule",
     "Speculation",
+    "Turn",
     "is_address",
     "located",
     "nearest",

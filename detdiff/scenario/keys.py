@@ -138,7 +138,7 @@ class Key:
     @property
     def sparse(self) -> bool:
         """Whether it is written only where it is not at its default."""
-        return self.part == "cache"
+        return self.part in ("cache", "turn")
 
 
 _KINDS: Mapping[str, Kind] = {
@@ -176,6 +176,7 @@ kv_start         | integer  | cache.kv_start         | kv_bits=off              
 page_tokens      | integer  | cache.page_tokens      | layout=padded                    | contiguous       | a paged cache, and how many positions a page has; for `packed`
 share_prefix     | truth    | cache.share_prefix     | layout=padded                    | false            | a request takes over the keys and values of what an earlier prompt began with, in whole pages if it is paged; for `packed`
 reuse_tokens     | integer  | cache.reuse_tokens     | schedule=static schedule=continuous layout=packed | off              | so many tokens of a prompt are in mlx-lm's `prompt_cache` beforehand, from a forward of their own; for `padded` and `serial`
+turns            | text     | cache.turns            |                                  | `kept`           | what a later turn of a request finds. `kept`: the cache of the turn before. `reloaded`: that, saved to mlx-lm's prompt cache file and loaded. `fresh`: nothing, so that it runs the whole conversation
 # Kernel plan
 kernels          | profile  | kernels.profile        |                                  | `native`: the backend's own choice | a dispatch profile, or `native`
 split_rows       | integer  | kernels.split_rows     |                                  | off              | linear calls of at most so many rows go row by row
@@ -193,6 +194,10 @@ id               | text     | id                     |                          
 prompt           | text     | prompt                 |                                  | one of `prompt`, `tokens` | text, which goes through the model's tokenizer
 tokens           | integers | tokens                 |                                  | one of `prompt`, `tokens` | token ids, such as `[1, 2, 3]`
 arrival          | integer  | arrival                | schedule=static                  | 0                | the forward at which the request arrives, from 0; with `static` only 0
+cancel           | integer  | cancel                 |                                  | off              | after how many tokens the request is cancelled
+# Turns
+rewind           | integer  | turn.rewind            |                                  | 0                | how many of the newest tokens of the conversation are taken back before
+anew             | truth    | turn.anew              |                                  | false            | the conversation begins anew, in the same slot: nothing of what was before is kept
 # Request settings
 max_tokens       | integer  | max_tokens             |                                  | 64               | how many tokens are generated at most
 temperature      | number   | sampling.temperature   |                                  | 0                | 0 is greedy
@@ -239,7 +244,13 @@ RUN_KEYS: Mapping[str, Key] = _of(
 SETTING_KEYS: Mapping[str, Key] = _of("Request settings")
 """What each request has; given for the run, it is the default of every request."""
 
-REQUEST_KEYS: Mapping[str, Key] = _of("Requests", "Request settings")
+TURN_KEYS: Mapping[str, Key] = _of("Requests", "Turns", "Request settings")
+"""What a later turn of a request has."""
+
+REQUEST_KEYS: Mapping[str, Key] = {
+    **_of("Requests", "Request settings"),
+    "turn": Key("turn", TABLES, "turns"),
+}
 RULE_KEYS: Mapping[str, Key] = _of("Rules")
 # Asked for by those who know them from an engine, and near to keys that mean something else.
 _SAMPLERS = {"top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"}
@@ -250,7 +261,12 @@ CHANGE_KEYS: Mapping[str, Key] = {
     "arrivals": Key("arrivals", INTS, "arrival"),
     ENGINE_SETTING: Key(ENGINE_SETTING, JSON, "engine_settings"),
 }
-FLAG_KEYS: Mapping[str, Key] = {**CHANGE_KEYS, "tokens": Key("tokens", TOKEN_LISTS, "tokens")}
+FLAG_KEYS: Mapping[str, Key] = {
+    **CHANGE_KEYS,
+    "tokens": Key("tokens", TOKEN_LISTS, "tokens"),
+    "turn_tokens": Key("turn_tokens", TOKEN_LISTS, "turns"),
+    "turn_prompt": Key("turn_prompt", TEXT, "turns"),
+}
 FILE_KEYS: Mapping[str, Key] = {
     **RUN_KEYS,
     **SETTING_KEYS,
@@ -265,7 +281,7 @@ def useless(asked: Iterable[str], changes: Mapping[str, Any]) -> set[str]:
     asked = set(asked)
     gone = {
         key.name
-        for key in (*RUN_KEYS.values(), *REQUEST_KEYS.values())
+        for key in (*RUN_KEYS.values(), *TURN_KEYS.values())
         for other, value in key.useless
         if other in asked and changes.get(other) == value
     }

@@ -28,6 +28,7 @@ from detdiff.scenario.keys import (
     RULE_KEYS,
     RUN_KEYS,
     SETTING_KEYS,
+    TURN_KEYS,
     Key,
     known,
     nearest,
@@ -45,6 +46,7 @@ from detdiff.scenario.settings import (
     Sampling,
     Schedule,
     Speculation,
+    Turn,
     check_name,
 )
 
@@ -102,6 +104,11 @@ class Scenario:
                     "give each its own (without one, the first is r0)."
                 )
             places[request.id] = place
+            if request.turn is not None and (place == 1 or self.requests[place - 2].id != request.turn.after):
+                raise ScenarioConflict(
+                    f"request {request.id!r} is a turn after {request.turn.after!r}, which is not the request right before it; "
+                    "put it there."
+                )
             if request.arrival and self.schedule.kind == "static":
                 raise ScenarioConflict(
                     f"request {request.id!r} arrives at forward {request.arrival} and schedule is static, "
@@ -154,13 +161,17 @@ class Scenario:
         """A scenario without a file: ``prompts`` in order (ids r0, r1, ...), then the flags' ``tokens``.
 
         ``flags`` is text for ``detdiff.scenario.keys.parse_flags``; ``arrivals`` has one number for each
-        request. ``model`` may be None where the engine has one of its own. Raises what ``parse_flags`` and ``from_dict``
+        request, and ``turn_tokens`` and ``turn_prompt`` are later turns of every one. ``model`` may be None where the engine has one of its own. Raises what ``parse_flags`` and ``from_dict``
         raise.
         """
         with located("flags"):
             keys = parse_flags(flags)
             requests: list[dict[str, Any]] = [{"prompt": prompt} for prompt in prompts]
             requests += [{"tokens": tokens} for tokens in keys.pop("tokens", ())]
+            turns: list[dict[str, Any]] = [{"tokens": tokens} for tokens in keys.pop("turn_tokens", ())]
+            turns += [{"prompt": keys.pop("turn_prompt")}] if "turn_prompt" in keys else []
+            for request in requests if turns else ():
+                request["turn"] = turns
             if "arrivals" in keys:
                 _set_arrivals(requests, keys.pop("arrivals"))
             keys = _engine_changed({}, keys, keys)
@@ -186,7 +197,10 @@ class Scenario:
             requests = []
             for place, table in enumerate(keys.get("request", ())):
                 with located(f"request {place + 1}" + (f" ({table['id']!r})" if "id" in table else "")):
-                    requests.append(_request(typed(table, REQUEST_KEYS), defaults, place))
+                    own = typed(table, REQUEST_KEYS)
+                    turns = own.pop("turn", ())
+                    requests.append(_request(own, defaults, place))
+                    requests += _turns(requests[-1], own, defaults, turns)
             rules = []
             for place, table in enumerate(keys.get("rule", ()), 1):
                 with located(f"rule {place}"):
@@ -203,7 +217,13 @@ class Scenario:
             keys["engine"] = {"name": self.engine, **self.engine_settings}
         elif self.engine == MLX:
             del keys["engine"]
-        keys["request"] = [_written(REQUEST_KEYS, request) for request in self.requests]
+        keys["request"] = tables = list[dict[str, Any]]()
+        for request in self.requests:
+            written = _written(TURN_KEYS, request)
+            if request.turn is None:
+                tables.append(written)
+            else:
+                tables[-1].setdefault("turn", []).append(written)
         keys["rule"] = [_written(RULE_KEYS, rule) for rule in self.kernels.rules]
         return {name: value for name, value in keys.items() if value != []}
 
@@ -234,7 +254,7 @@ class Scenario:
             del values["layout"]
         changes = _resolved(changes, Path())
         gone = useless(keys, changes)
-        for table in (values, *requests):
+        for table in (values, *requests, *(turn for request in requests for turn in request.get("turn", ()))):
             for name in (*keys, *gone):
                 table.pop(name, None)
         return Scenario.from_dict({**values, **changes}, where="changes")
@@ -355,6 +375,21 @@ def _request(own: Mapping[str, Any], defaults: Mapping[str, Any], place: int) ->
     return Request(**_fields(REQUEST_KEYS, values, ""), sampling=sampling)
 
 
+def _turns(
+    first: Request, own: Mapping[str, Any], defaults: Mapping[str, Any], tables: Sequence[Mapping[str, Any]]
+) -> Iterator[Request]:
+    """The later turns of a request, whose settings are their defaults."""
+    given = {**defaults, **{name: value for name, value in own.items() if name in SETTING_KEYS}}
+    before = first.id
+    for number, table in enumerate(tables, 2):
+        with located(f"turn {number}"):
+            values = {"id": f"{first.id}/{number}", **typed(table, TURN_KEYS)}
+            turn = Turn(before, **_fields(TURN_KEYS, values, "turn"))
+            request = _request(values, given, number)
+            yield replace(request, arrival=max(first.arrival, request.arrival), turn=turn)
+            before = request.id
+
+
 def _scenario(
     values: Mapping[str, Any], requests: tuple[Request, ...], rules: tuple[PathRule, ...]
 ) -> Scenario:
@@ -401,6 +436,16 @@ def _check_uses(scenario: Scenario) -> None:
                 f"{name} is {value}, layout is {schedule.layout} and schedule is {schedule.kind}, and mlx-lm does that "
                 f"for one request at a time only; remove {name}, or use layout padded and schedule serial."
             )
+    if cache.turns == "reloaded" and cache.page_tokens is not None:
+        raise ScenarioConflict(
+            "turns is reloaded and there are page_tokens, and mlx-lm's prompt cache files hold no pages; remove one of them."
+        )
+    turn = next((request.id for request in scenario.requests if request.turn is not None), None)
+    if turn is not None and scenario.speculation is not None and padded:
+        raise ScenarioConflict(
+            f"there is a draft, layout is padded, and request {turn!r} is a later turn, which mlx-lm's own speculation is not run "
+            "with here; use layout packed, or remove one of them."
+        )
     if scenario.speculation is None:
         return
     sampled = next((request.id for request in scenario.requests if request.sampling.temperature), None)

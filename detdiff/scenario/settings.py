@@ -21,6 +21,7 @@ SCHEDULES = ("serial", "static", "continuous")
 LAYOUTS = ("padded", "packed")
 LEVELS = ("digest", "full", "window")
 DIGESTS = ("auto", "host", "device")
+TURNS = ("kept", "reloaded", "fresh")
 PHASES = ("any", "prefill", "decode", "mixed", "draft", "verify")
 KV_BITS, KV_GROUPS = (2, 3, 4, 5, 6, 8), (32, 64, 128)  # what MLX can quantise to
 # Positions, token ids and forwards are 32-bit in a trace; a seed is 64-bit in TOML.
@@ -76,8 +77,30 @@ class Sampling:
 
 
 @dataclass(frozen=True)
+class Turn:
+    """What a request goes on from: the conversation of the request ``after`` which it comes, without its newest ``rewind``
+    tokens. ``anew``: from nothing, in the same slot.
+
+    Raises ScenarioRangeError, and ScenarioConflict for ``rewind`` with ``anew``.
+    """
+
+    after: str
+    rewind: int = 0
+    anew: bool = False
+
+    def __post_init__(self) -> None:
+        check_name("after", self.after)
+        _between("rewind", self.rewind, 0)
+        if self.rewind and self.anew:
+            raise ScenarioConflict(
+                f"rewind is {self.rewind} and anew is true, which leaves no token to take back; remove one of them."
+            )
+
+
+@dataclass(frozen=True)
 class Request:
-    """One prompt, as text or as token ids, and how it is continued. ``arrival`` counts forwards of the run.
+    """One prompt, as text or as token ids, and how it is continued. ``arrival`` counts forwards of the run; ``cancel`` is
+    after how many tokens the request is cancelled. A ``turn`` goes on from an earlier request.
 
     Raises PromptMissing, PromptAmbiguous, ScenarioConflict (``chat`` with token ids) and ScenarioRangeError.
     """
@@ -90,6 +113,8 @@ class Request:
     arrival: int = 0
     ignore_stop: bool = False
     sampling: Sampling = field(default_factory=Sampling)
+    cancel: int | None = None
+    turn: Turn | None = None
 
     def __post_init__(self) -> None:
         check_name("id", self.id)
@@ -112,6 +137,7 @@ class Request:
             )
         _between("max_tokens", self.max_tokens, 1)
         _between("arrival", self.arrival, 0)
+        _between("cancel", self.cancel, 1)
 
 
 @dataclass(frozen=True)
@@ -247,6 +273,7 @@ class CachePlan:
     ``kv_bits``, ``kv_group_size`` and ``kv_start`` (from which position on) are mlx-lm's quantised cache;
     ``reuse_tokens`` is how much of a prompt its ``prompt_cache`` holds beforehand, as a forward of its own. Packed:
     ``page_tokens`` is the size of a page, and ``share_prefix`` lets a request take what an earlier prompt began with.
+    ``turns`` says what a later turn finds: the cache of the one before, ``kept`` or ``reloaded`` from a file, or nothing.
     Raises ScenarioRangeError, and ScenarioConflict for a part of the quantised cache without ``kv_bits``.
     """
 
@@ -256,6 +283,7 @@ class CachePlan:
     page_tokens: int | None = None
     share_prefix: bool = False
     reuse_tokens: int | None = None
+    turns: Literal["kept", "reloaded", "fresh"] = "kept"
 
     def __post_init__(self) -> None:
         if self.kv_bits is not None and self.kv_bits not in KV_BITS:
@@ -265,6 +293,7 @@ class CachePlan:
                 f"kv_group_size is {self.kv_group_size}; it must be one of {_listed(KV_GROUPS)}."
             )
         _between("kv_start", self.kv_start, 0)
+        _one_of("turns", self.turns, TURNS)
         _between("page_tokens", self.page_tokens, 1)
         _between("reuse_tokens", self.reuse_tokens, 1)
         if self.kv_bits is None and (self.kv_group_size, self.kv_start) != (64, 0):

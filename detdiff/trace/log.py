@@ -63,17 +63,33 @@ _NEEDED: Mapping[str, Mapping[str, Callable[[Any], bool]]] = {
     "prefix": {"request": _count, "from": _count, "tokens": _count},
     "page": {"request": _count, "index": _count, "page": _count},
     "quantise": {"position": _count, "layers": _ranges},
+    "turn": {
+        "request": _count,
+        "from": _count,
+        "tokens": _count,
+        "told": _count,
+        "kept": _count,
+        "closing": lambda value: value is None or _counts(value),
+    },
+    "save": {"request": _count, "layers": _ranges},
+    "load": {"request": _count, "layers": _ranges},
+    "cancel": {"request": _count, "tokens": _count},
+    **dict.fromkeys(("merge", "extend", "filter", "roll", "wrap"), {}),
 }
-"""What an event of a kind has at least. Other kinds, and other keys, are free."""
+"""The kinds of events, and what each has at least. Other keys are free."""
 
 
 def check_event(where: str, line: Any, forwards: int, requests: int) -> None:
     """Raises EventLineError unless ``line`` follows the last of ``forwards`` forwards and names only what exists."""
     found = line if isinstance(line, Mapping) else {}
     kind = found.get("event")
+    if isinstance(kind, str) and kind not in _NEEDED:
+        raise EventLineError(
+            f"{where} is an event of the kind {kind[:40]!r}; expected one of {', '.join(_NEEDED)}. Read it with the version of "
+            "detdiff that wrote it, or record the trace again."
+        )
     ok = (
         isinstance(kind, str)
-        and bool(kind)
         and type(found.get("forward")) is int
         and found["forward"] == forwards - 1
         and found.get("model", MODELS[0]) in MODELS

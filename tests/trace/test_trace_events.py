@@ -11,7 +11,7 @@ from detdiff.trace import Trace, TraceWriter
 
 
 def test_events_come_back_in_order_whatever_forwards_lie_between(tmp_path: Path) -> None:
-    lines = [samples.VERIFY, samples.TRIM, {"event": "free", "request": 0, "more": {"of": ["it"]}}]
+    lines = [samples.VERIFY, samples.TRIM, {"event": "merge", "requests": [0], "more": {"of": ["it"]}}]
     expected = [{**samples.TRIM, "forward": -1}]
     with TraceWriter(tmp_path / "t", samples.HEADER, shard_forwards=1) as writer:
         writer.event(expected[0])

@@ -6,7 +6,7 @@ layer. Pages are counted by who names them, so requests can share a prefix; who 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,6 +125,14 @@ class PageTable:
             self._name(index, page)
         self.lengths = [tokens] * self.pool.layers
 
+    def hand_over(self, request: int) -> None:
+        """From now on the pages are those of another request."""
+        for index, page in enumerate(self.pages):
+            self._told(index, page, freed=True)
+        self.request = request
+        for index, page in enumerate(self.pages):
+            self._told(index, page)
+
     def writable(self, index: int) -> int:
         """The page of a logical index that is about to be written: taken if there is none, copied if it is shared."""
         pool = self.pool
@@ -140,6 +148,9 @@ class PageTable:
 
     def _name(self, index: int, page: int, **more: int) -> None:
         self.pages[index : index + 1] = [page]
+        self._told(index, page, **more)
+
+    def _told(self, index: int, page: int, **more: int) -> None:
         self.pool.event("page", request=self.request, model=self.pool.model, index=index, page=page, **more)
 
     def shrink(self) -> None:
@@ -148,14 +159,7 @@ class PageTable:
         while len(self.pages) > needed:
             page = self.pages.pop()
             self.pool.release(page)
-            self.pool.event(
-                "page",
-                request=self.request,
-                model=self.pool.model,
-                index=len(self.pages),
-                page=page,
-                freed=True,
-            )
+            self._told(len(self.pages), page, freed=True)
 
     def free(self) -> None:
         """The request is finished: all its pages go back."""
@@ -364,6 +368,26 @@ class RequestCaches:
             held.caches = copied_prefix(given.caches, held.caches, shared)
         held.tokens = list(prompt[:shared])
         return shared
+
+    def rows(self, request: int) -> list[int]:
+        """The tokens whose rows a request's caches hold."""
+        held = self._held.get(request)
+        return [] if held is None else held.tokens
+
+    def forgets(self, request: int, count: int) -> bool:
+        """Whether the newest ``count`` rows of a request can be taken back in every layer."""
+        return all(cache.is_trimmable() for cache in self.of(request))
+
+    def go_on(self, request: int, before: int, kept: int, reload: Callable[[list[Any]], list[Any]]) -> None:
+        """A later turn takes over the caches of the request ``before``, of whose rows ``kept`` stay."""
+        held = self._held[request] = self._held.pop(before)
+        held.caches = reload(held.caches)
+        if held.table is not None:
+            held.table.hand_over(request)
+        if len(held.tokens) > kept:
+            self.trim(request, len(held.tokens) - kept)
+        if kept:
+            self._event("prefix", request=request, model=self._name, **{"from": before}, tokens=kept)
 
     def of(self, request: int) -> list[Any]:
         """The caches of a request, one a layer; made empty where ``begin`` was not called."""

@@ -7,7 +7,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -313,6 +313,9 @@ def _run(
     )
     times = {"started": started, "seconds": seconds, "rows": recorder.rows, "forwards": recorder.forwards}
     more: dict[str, Any] = {} if scenario.speculation is None else {"speculation": counts}
+    if any(item.before for item in work):
+        # The conversations of later turns were not known when the trace was begun.
+        more["requests"] = _requests(scenario, work)
     if recorder.unrecorded:
         more["lacks"] = {"cache": unrecorded_caches(recorder.unrecorded)}
     return {"times": times, "observer": observer, **more}
@@ -339,22 +342,18 @@ def _header(scenario: Scenario, models: Models, work: list[Work], sessions: Sess
     unknown = sessions.target.sites.unrecorded
     return {
         **({} if models.draft is None else {"draft": dict(models.draft.identity)}),
-        "requests": [
-            {
-                "id": w.id,
-                "tokens": list(w.prompt),
-                "max_tokens": w.max_tokens,
-                "arrival": w.arrival,
-                "ignore_stop": request.ignore_stop,
-                "sampling": asdict(request.sampling),
-            }
-            for w, request in zip(work, scenario.requests, strict=True)
-        ],
+        "requests": _requests(scenario, work),
         "sites": [site.to_json() for each in sessions.sites.values() for site in each.sites],
         "notes": models.notes(),
         **_roles(models.target),
         **({"lacks": {"cache": unrecorded_caches(unknown)}} if unknown else {}),
     }
+
+
+def _requests(scenario: Scenario, work: list[Work]) -> list[dict[str, Any]]:
+    return [
+        base.request_header(request, w.prompt) for w, request in zip(work, scenario.requests, strict=True)
+    ]
 
 
 def _roles(loaded: LoadedModel) -> dict[str, Any]:
@@ -379,7 +378,8 @@ def _recording_settings(
 
     ids = [w.id for w in work]
     span, last = scenario.capture.positions, max(len(w.prompt) + w.max_tokens - 1 for w in work)
-    if scenario.capture.level == "window" and span is not None and span[0] > last:
+    turns = any(w.before for w in work)  # which are as long as they become
+    if scenario.capture.level == "window" and span is not None and span[0] > last and not turns:
         raise ScenarioError(
             f"window_positions starts at {span[0]}, and the longest request has positions 0 to {last}; nothing would be "
             "captured. Start it earlier."

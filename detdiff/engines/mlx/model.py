@@ -9,7 +9,7 @@ import importlib.util
 import pkgutil
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -226,20 +226,7 @@ def encode(loaded: LoadedModel, text: str, chat: bool) -> list[int]:
     """
     name = loaded.path.name
     if chat:
-        if not loaded.tokenizer.has_chat_template:
-            raise ChatTemplateUnusable(
-                f"The tokenizer of {name!r} has no chat template, so a chat prompt cannot be laid out. Set "
-                f"`chat = false` to give the text as it is, or add a chat_template.jinja to the model "
-                f"directory."
-            )
-        message = [{"role": "user", "content": text}]
-        try:
-            tokens = loaded.tokenizer.apply_chat_template(message, add_generation_prompt=True)
-        except Exception as error:  # a template is a program; it may fail in any way
-            raise ChatTemplateUnusable(
-                f"The chat template of {name!r} refuses a single user message: {_words(error)}. Set `chat = "
-                f"false` and write the turns out in the prompt."
-            ) from error
+        tokens = encode_messages(loaded, [{"role": "user", "content": text}])
     else:
         tokens = loaded.tokenizer.encode(text)
     tokens = [int(token) for token in tokens]
@@ -256,6 +243,31 @@ def encode(loaded: LoadedModel, text: str, chat: bool) -> list[int]:
             f"weights."
         )
     return tokens
+
+
+def encode_messages(
+    loaded: LoadedModel, messages: Sequence[Mapping[str, str]], *, answers: bool = True
+) -> list[int]:
+    """Token ids of a chat through the template; ``answers``: ready for the answer.
+
+    Raises ChatTemplateUnusable where the tokenizer has no template, or the template refuses the messages.
+    """
+    name = loaded.path.name
+    if not loaded.tokenizer.has_chat_template:
+        raise ChatTemplateUnusable(
+            f"The tokenizer of {name!r} has no chat template, so a chat prompt cannot be laid out. Set "
+            f"`chat = false` to give the text as it is, or add a chat_template.jinja to the model "
+            f"directory."
+        )
+    try:
+        tokens = loaded.tokenizer.apply_chat_template(list(messages), add_generation_prompt=answers)
+    except Exception as error:  # a template is a program; it may fail in any way
+        what = "a single user message" if len(messages) == 1 else f"a chat of {len(messages)} messages"
+        raise ChatTemplateUnusable(
+            f"The chat template of {name!r} refuses {what}: {_words(error)}. Set `chat = "
+            f"false` and write the turns out in the prompt."
+        ) from error
+    return [int(token) for token in tokens]
 
 
 def context_limit(loaded: LoadedModel) -> int | None:

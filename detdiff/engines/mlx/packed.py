@@ -29,6 +29,7 @@ from detdiff.scenario import CachePlan, Schedule
 
 from .packed_model import ForwardClock, PackedModel, greedy, ids
 from .requests import Forced, TokenDraw
+from .turns import TurnCaches
 
 
 class StopRun(Exception):
@@ -37,19 +38,20 @@ class StopRun(Exception):
 
 @dataclass(frozen=True)
 class Progress:
-    """How far one request is: rows in the caches, tokens generated, and what its sampler remembers."""
+    """How far one request is: its prompt, rows in the caches, tokens generated, and what its sampler remembers."""
 
+    prompt: tuple[int, ...]
     done: int
     generated: tuple[int, ...]
     sampled: Any
 
     @classmethod
     def of(cls, work: Work) -> Progress:
-        return cls(work.done, tuple(work.generated), _sampled(work.sampler))
+        return cls(work.prompt, work.done, tuple(work.generated), _sampled(work.sampler))
 
     def put(self, work: Work) -> None:
         """Make ``work`` stand here."""
-        work.done, work.generated = self.done, list(self.generated)
+        work.prompt, work.done, work.generated = self.prompt, self.done, list(self.generated)
         if isinstance(work.sampler, TokenDraw):
             work.sampler.index = self.sampled
         elif isinstance(work.sampler, Forced):
@@ -120,6 +122,7 @@ class PackedEngine:
             self.speculation = Speculator(self.target, draft, drafting.drafts, event)
         self._queue = _RequestQueue()
         self._work: list[Work] = []
+        self._plan, self._event = plan or CachePlan(), event
 
     @property
     def models(self) -> tuple[PackedModel, ...]:
@@ -146,6 +149,7 @@ class PackedEngine:
             self._work, self._queue = work, _RequestQueue(by_arrival(work))
         else:
             self.resume(from_, work)
+        self._turns = TurnCaches(work, self._plan.turns, self._event)
         limit = 1 if schedule.kind == "serial" else (schedule.active or len(work))
         try:
             while self._queue.waiting or self._queue.active:
@@ -157,6 +161,8 @@ class PackedEngine:
                 self._step(schedule, on_token)
         except StopRun:
             return
+        finally:
+            self._turns.close()
 
     def snapshot(self) -> Snapshot:
         """All that the next step depends on, to continue from as often as needed; arrays are shared, not copied."""
@@ -192,14 +198,34 @@ class PackedEngine:
     def _admit(self, limit: int) -> None:
         queue = self._queue
         clock = self.clock.steps if queue.active else max(self.clock.steps, queue.waiting[0].arrival)
-        due = [item for item in queue.waiting if item.arrival <= clock][: limit - len(queue.active)]
+        due = [item for item in queue.waiting if item.arrival <= clock and item.ready][
+            : limit - len(queue.active)
+        ]
         for item in due:
+            if item.before is not None and self._goes_on(item, item.before):
+                continue
             # A draft may have run fewer of a donor's rows than the target has.
             shared = min(model.caches.shareable(item.prompt) for model in self.models)
             for model in self.models:
                 item.done = model.begin(item.index, item.prompt, shared)
-        queue.waiting = queue.waiting[len(due) :]
+        queue.waiting = [item for item in queue.waiting if item not in due]
         queue.active += due
+
+    def _goes_on(self, item: Work, before: Work) -> bool:
+        """Begin a later turn; False where nothing of the turn before can be kept."""
+        every = [model.caches for model in self.models]
+        # A draft may have run fewer rows than the target has.
+        held = min((caches.rows(before.index) for caches in every), key=len)
+        kept = self._turns.begin(
+            item, held, lambda n: all(caches.forgets(before.index, n) for caches in every)
+        )
+        for caches in every:
+            if kept is None:
+                caches.free(before.index)
+            else:
+                caches.go_on(item.index, before.index, kept, lambda held: self._turns.reloaded(item, held))
+        item.done = kept or 0
+        return kept is not None
 
     def _step(self, schedule: Schedule, on_token: OnToken) -> None:
         queue, speculation = self._queue, self.speculation
@@ -215,7 +241,8 @@ class PackedEngine:
             shares = [*map(_decode_share, decoding), *prompts]
         self._settle(shares, proposals, self.target.logits(shares), on_token)
         for item in [item for item in queue.active if item.finished]:
-            for model in self.models:
+            self._turns.ended(item)
+            for model in () if self._turns.followed(item) else self.models:
                 model.caches.free(item.index)
         queue.active = [item for item in queue.active if not item.finished]
 

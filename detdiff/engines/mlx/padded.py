@@ -31,6 +31,7 @@ from detdiff.scenario import CachePlan, Schedule
 from .cache_events import CacheOwners, watched
 from .caches import reused_cache
 from .requests import segment
+from .turns import TurnCaches
 
 
 class PaddedComposer:
@@ -124,6 +125,7 @@ class PaddedRun:
     schedule: Schedule
     composer: PaddedComposer
     on_token: OnToken
+    turns: TurnCaches
     cache: CachePlan = field(default_factory=CachePlan)
     event: OnEvent = silent
 
@@ -140,21 +142,21 @@ def run_padded(run: PaddedRun, work: list[Work]) -> None:
                 _serial(run, item)
             return
         stack.enter_context(_batches_watched(run.composer))
-        _batched(run, work)
+        _batched(run, work, owners)
 
 
 def _serial(run: PaddedRun, work: Work) -> None:
+    caches = run.turns.caches(work)
     run.composer.serial(work)
     plan = run.cache
-    reused = None
-    if plan.reuse_tokens is not None:
-        reused = reused_cache(run.model, work, plan.reuse_tokens, run.event)
+    if plan.reuse_tokens is not None and work.before is None:
+        caches = reused_cache(run.model, work, plan.reuse_tokens, run.event)
     steps = generate_step(
         mx.array(work.prompt[work.done :]),
         run.model,
         max_tokens=work.max_tokens,
         sampler=work.sampler,
-        prompt_cache=reused,
+        prompt_cache=caches,
         prefill_step_size=run.schedule.prefill_chunk,
         kv_bits=plan.kv_bits,
         kv_group_size=plan.kv_group_size,
@@ -165,9 +167,10 @@ def _serial(run: PaddedRun, work: Work) -> None:
             work.answer(int(token), run.on_token)
             if work.finished:
                 break
+    run.turns.keep(work, caches)
 
 
-def _batched(run: PaddedRun, work: list[Work]) -> None:
+def _batched(run: PaddedRun, work: list[Work], owners: CacheOwners) -> None:
     schedule, composer = run.schedule, run.composer
     limit = len(work) if schedule.active is None else schedule.active
     generator = BatchGenerator(
@@ -183,22 +186,33 @@ def _batched(run: PaddedRun, work: list[Work]) -> None:
             # An idle engine has no forwards to wait for: the next arrival comes at once.
             clock = composer.forwards if active else max(composer.forwards, waiting[0].arrival)
             # Inserting only what fits keeps the limit: mlx-lm itself does not count prompts being processed.
-            due = [item for item in waiting if item.arrival <= clock][: limit - len(active)]
+            due = [item for item in waiting if item.arrival <= clock and item.ready][: limit - len(active)]
             if due:
-                _insert(generator, due, composer)
-                waiting = waiting[len(due) :]
+                caches = []
+                for item in due:
+                    owners.serial = item.index
+                    caches.append(run.turns.caches(item))
+                _insert(generator, due, caches, composer)
+                waiting = [item for item in waiting if item not in due]
                 active += due
             _, answers = generator.next()
             for answer in answers:
-                composer.work_of(answer.uid).answer(int(answer.token), run.on_token)
+                item = composer.work_of(answer.uid)
+                item.answer(int(answer.token), run.on_token)
+                if item.finished:
+                    held = answer.prompt_cache
+                    if answer.finish_reason is None:
+                        held, _ = generator.remove([answer.uid], return_prompt_caches=True)[answer.uid]
+                    run.turns.keep(item, held)
             active = [item for item in active if not item.finished]
     finally:
         generator.close()
 
 
-def _insert(generator: BatchGenerator, work: list[Work], composer: PaddedComposer) -> None:
+def _insert(generator: BatchGenerator, work: list[Work], caches: list[Any], composer: PaddedComposer) -> None:
     uids = generator.insert(
-        [list(item.prompt) for item in work],
+        [list(item.prompt[item.done :]) for item in work],
+        caches=caches,
         max_tokens=[item.max_tokens for item in work],
         samplers=[item.sampler for item in work],
         stop_sequences=[StopSequences([[t] for t in sorted(item.stop)] or None) for item in work],

@@ -18,6 +18,7 @@ from detdiff.errors import ContextExceeded, TokenOutOfRange
 from detdiff.scenario import Sampling, Scenario
 
 from .model import LoadedModel, context_limit, encode
+from .turns import Conversations
 
 Sampler = Callable[[mx.array], mx.array]
 
@@ -102,14 +103,19 @@ def prepare(scenario: Scenario, loaded: LoadedModel) -> list[Work]:
     limit = context_limit(loaded)
     vocabulary = loaded.identity.get("vocab_size")
     stop = frozenset(loaded.tokenizer.eos_token_ids)
+    conversations = Conversations(scenario.requests, loaded)
     work: list[Work] = []
     for index, request in enumerate(scenario.requests):
-        if request.tokens is not None:
-            prompt: Sequence[int] = request.tokens
+        prompt: Sequence[int]
+        if request.turn is not None:
+            # Known once the turn before is over: `turns.Conversations` puts it together.
+            prompt = ()
+        elif request.tokens is not None:
+            prompt = request.tokens
         else:
             assert request.prompt is not None
             prompt = encode(loaded, request.prompt, request.chat)
-        if vocabulary is not None and max(prompt) >= vocabulary:
+        if vocabulary is not None and max(prompt, default=0) >= vocabulary:
             raise TokenOutOfRange(
                 f"Request {request.id!r} has the token id {max(prompt)}; the model's vocabulary has {vocabulary} ids, "
                 f"0 to {vocabulary - 1}. Correct the tokens, or name the model they are from."
@@ -129,6 +135,9 @@ def prepare(scenario: Scenario, loaded: LoadedModel) -> list[Work]:
                 0 if scenario.schedule.kind == "static" else request.arrival,
                 frozenset() if request.ignore_stop else stop,
                 sampler(request.sampling),
+                cancel=request.cancel,
+                before=work[-1] if request.turn is not None else None,
+                conversation=conversations.said,
             )
         )
     if scenario.force_tokens is not None:

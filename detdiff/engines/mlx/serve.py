@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import mlx.core as mx
+from mlx_lm.models.cache import make_prompt_cache
 
 from detdiff.engines.mlx.model import LoadedModel, context_limit, load
 from detdiff.engines.mlx.taps.forward import DRAFT, TARGET, Forward, Recording
@@ -21,6 +23,7 @@ from .packed import DraftSession, PackedEngine
 from .padded import PaddedComposer, PaddedRun, Pair, SpeculativeComposer, run_padded, run_speculative
 from .requests import prepare
 from .run_checks import refuse_leaks
+from .turns import TurnCaches
 
 OnLogits = Callable[[Forward, mx.array], None]
 Counts = dict[str, dict[str, int]]
@@ -187,7 +190,11 @@ def _serve(
         }
     composer = PaddedComposer(work)
     target.compose = composer.compose
-    run_padded(PaddedRun(target.model, scenario.schedule, composer, on_token, scenario.cache, event), work)
+    make = partial(make_prompt_cache, target.model)
+    with contextlib.closing(TurnCaches(work, scenario.cache.turns, event, make)) as turns:
+        run_padded(
+            PaddedRun(target.model, scenario.schedule, composer, on_token, turns, scenario.cache, event), work
+        )
     return {}
 
 

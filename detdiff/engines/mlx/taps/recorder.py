@@ -288,6 +288,8 @@ class Recorder:
             self._digesters[fields.get("model", TARGET)].share(
                 fields["request"], fields["from"], fields["tokens"]
             )
+        elif kind == "turn":
+            self._settings.prompt_lengths[fields["request"]] = fields["tokens"]
         last = self._last
         line = {"event": kind, "forward": -1 if last is None else last.forward.index, **fields}
         if last is None or last.written:

@@ -1,0 +1,139 @@
+"""Later turns: a kept cache, saved or not, against the whole conversation from scratch, bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from runs import Runs, model, prompts
+from tiers import some_now
+
+from detdiff.compare import compare
+from detdiff.errors import ContextExceeded, EngineRefuses, ScenarioConflict, ScenarioError
+from detdiff.scenario import Scenario
+from detdiff.trace import Trace
+
+# Shorter than gemma's window, past which the keys of a ring lie in another order; mamba2 sums a chunk in another order.
+EXACT = ("llama", "qwen2", "qwen3", "gemma3_text", "qwen3_moe", "qwen3_next", "phi3")
+
+
+def conversation(**keys: Any) -> Scenario:
+    """A request of four turns that takes back, begins anew and goes on, and one that is cancelled and goes on."""
+    first, second = prompts((5, 4))
+    turns: list[dict[str, Any]] = [
+        {"tokens": [5, 6]},
+        {"tokens": [9], "rewind": 3},
+        {"tokens": [1, 2, 3, 4], "anew": True},
+    ]
+    requests = [
+        {"id": "r0", "tokens": first, "turn": turns},
+        {"id": "r1", "tokens": second, "cancel": 2, "turn": [{"tokens": [3, 2]}]},
+    ]
+    return Scenario.from_dict({"model": "tiny", "max_tokens": 3, "request": requests, **keys})
+
+
+def events(trace: Trace, kind: str) -> list[dict[str, Any]]:
+    return [event for event in trace.events() if event["event"] == kind]
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "kept": {},
+    "reloaded": {"turns": "reloaded"},
+    "static": {"schedule": "static"},
+    "continuous": {"schedule": "continuous", "active": 1, "turns": "reloaded"},
+    "packed": {"schedule": "static", "layout": "packed"},
+    "pages": {"schedule": "static", "layout": "packed", "page_tokens": 4},
+}
+
+
+@pytest.mark.parametrize("arch", some_now(EXACT, 0, 5))
+def test_a_kept_cache_is_the_whole_conversation_from_scratch(runs: Runs, arch: str) -> None:
+    whole = runs.record(model(arch), conversation(turns="fresh"))
+    for way, keys in WAYS.items():
+        if "layout" in keys and (arch == "qwen3_next" or (arch == "gemma3_text" and way == "pages")):
+            continue
+        trace = runs.record(model(arch), conversation(**keys))
+        found = compare(whole, trace)
+        assert found.identical, (way, found.stage, found.bookkeeping, found.not_compared)
+        kept = {turn["request"]: turn["kept"] for turn in events(trace, "turn")}
+        # Recurrent states cannot be taken back, so that nothing is kept where a token should be.
+        assert (kept[2], kept[3]) == (0 if arch == "qwen3_next" else 10, 0)
+        # The packed layout has not run the row of an answer's last token.
+        assert (kept[1], kept[5]) == ((7, 5) if "layout" in keys else (8, 6))
+        assert found.compared.reused_b == sum(kept.values())
+
+
+def test_every_turn_is_a_request_and_an_event(runs: Runs) -> None:
+    trace = runs.record(model("llama"), conversation(turns="reloaded"))
+    assert [(r["id"], r.get("after")) for r in trace.requests] == [
+        ("r0", None),
+        ("r0/2", "r0"),
+        ("r0/3", "r0/2"),
+        ("r0/4", "r0/3"),
+        ("r1", None),
+        ("r1/2", "r1"),
+    ]
+    generated = trace.generated(lens=False)
+    answers = [generated.token[generated.request == n].tolist() for n in range(6)]
+    tokens = [request["tokens"] for request in trace.requests]
+    assert tokens[1] == [*tokens[0], *answers[0], 5, 6]
+    assert tokens[2] == [*tokens[1], 9] and tokens[3] == [1, 2, 3, 4]
+    assert len(answers[4]) == 2 and tokens[5] == [*tokens[4], *answers[4], 3, 2]
+    turns = events(trace, "turn")
+    assert [(turn["from"], turn["told"], turn["tokens"], turn["kept"]) for turn in turns] == [
+        (0, 8, 10, 8),
+        (1, 10, 11, 10),
+        (2, 0, 4, 0),
+        (4, 6, 8, 6),
+    ]
+    assert [(trim["request"], trim["asked"], trim["done"]) for trim in events(trace, "trim")] == [
+        (2, 3, 3),
+        (3, 14, 14),
+    ]
+    assert [event["request"] for event in events(trace, "save")] == [0, 1, 2, 4]
+    assert [event["request"] for event in events(trace, "load")] == [1, 2, 3, 5]
+    assert [(event["request"], event["tokens"]) for event in events(trace, "cancel")] == [(4, 2)]
+
+
+def test_a_turn_after_another_answer_is_not_compared_and_says_why(runs: Runs) -> None:
+    a = runs.record(model("llama"), conversation())
+    b = runs.record(model("llama"), conversation(temperature=5.0, seed=3))
+    found = compare(a, b)
+    first = found.request("r0").flip
+    assert first is not None
+    reasons = {each.id: each.reason for each in found.not_compared}
+    assert reasons["r0/2"] == f"it goes on from r0, whose answers differ from token {first.index} on"
+    assert reasons["r0/3"] == "it goes on from r0/2, which is not compared"
+    assert "r0/4" not in reasons
+
+
+def test_forced_tokens_make_later_turns_comparable(runs: Runs) -> None:
+    a = runs.record(model("llama"), conversation(temperature=5.0, seed=3))
+    b = runs.record(model("llama"), conversation(force_tokens=str(a.path)))
+    assert [r["tokens"] for r in a.requests] == [r["tokens"] for r in b.requests]
+    assert not compare(a, b).not_compared
+
+
+def test_what_turns_cannot_be_combined_with_is_refused(runs: Runs) -> None:
+    with pytest.raises(ScenarioConflict, match="r0/2.*mlx-lm's own speculation"):
+        conversation(draft="tiny")
+    with pytest.raises(ScenarioConflict, match="prompt cache files hold no pages"):
+        conversation(schedule="static", layout="packed", page_tokens=4, turns="reloaded")
+    with pytest.raises(ScenarioError, match="turn 2.*leaves no token to take back"):
+        Scenario.from_dict(
+            {
+                "model": "tiny",
+                "request": [{"tokens": [1], "turn": [{"tokens": [1], "anew": True, "rewind": 1}]}],
+            }
+        )
+    with pytest.raises(ScenarioError, match="rewind is 40.*has 8 tokens"):
+        asked = conversation().to_dict()
+        asked["request"][0]["turn"][0]["rewind"] = 40
+        runs.record(model("llama"), Scenario.from_dict(asked))
+    with pytest.raises(ContextExceeded, match="comes after a conversation"):
+        long = {"tokens": [1] * 500, "max_tokens": 1, "turn": [{"tokens": [2] * 20}]}
+        runs.record(model("llama"), Scenario.from_dict({"model": "tiny", "request": [long]}))
+    from detdiff.engines.function import FunctionEngine
+
+    with pytest.raises(EngineRefuses, match="a turn cannot be told"):
+        FunctionEngine(lambda requests: []).check(conversation())
