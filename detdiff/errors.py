@@ -130,6 +130,10 @@ class TokenizerInvalid(ModelError):
     """A tokenizer does not load, or gives ids that the model has no embedding for."""
 
 
+class AdapterInvalid(ModelError):
+    """A directory holds no adapter that this model can be loaded with."""
+
+
 class ModelUnreachable(ModelError):
     """A hub id could not be fetched and is not in the local cache."""
 
@@ -168,6 +172,10 @@ class ImportNotWritten(ModelError):
 
 class ContextExceeded(ScenarioError):
     """Prompt and answer together do not fit the model's context."""
+
+
+class StopUnusable(ScenarioError):
+    """A stop text becomes no token."""
 
 
 class TokenOutOfRange(ScenarioError):

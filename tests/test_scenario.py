@@ -125,6 +125,23 @@ positive = st.integers(1, 2**31 - 1)
 natural = st.integers(0, 2**31 - 1)
 
 
+def own_sampling(serial: bool) -> st.SearchStrategy[dict[str, Any]]:
+    """What mlx-lm's sampler and processors are asked for, as strategies by field."""
+    finite = st.floats(-1e300, 1e300)
+    every: dict[str, Any] = {
+        "top_k": positive,
+        "min_p": st.floats(0, 1),
+        "repetition_penalty": st.floats(0, 1e300, exclude_min=True),
+        "presence_penalty": finite,
+        "logit_bias": st.dictionaries(natural.filter(lambda n: n < 10**9), finite, max_size=3).map(
+            lambda biases: tuple(sorted(biases.items()))
+        ),
+    }
+    if serial:
+        every["sampler"] = st.just("mlx-lm")
+    return st.sets(st.sampled_from(sorted(every))).map(lambda names: {name: every[name] for name in names})
+
+
 @st.composite
 def scenarios(draw: st.DrawFn) -> Scenario:
     kind: Any = draw(st.sampled_from(["serial", "static", "continuous"]))
@@ -132,21 +149,37 @@ def scenarios(draw: st.DrawFn) -> Scenario:
     packed, one_by_one = layout == "packed", layout == "padded" and kind == "serial"
     speculates = (packed or one_by_one) and draw(st.booleans())
     quantised = one_by_one and draw(st.booleans())
+    engine = draw(st.just("mlx") | names)
+    native = engine == "mlx"
+    json_values = st.recursive(
+        st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(-1e300, 1e300) | st.text(characters),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(characters), inner, max_size=3),
+        max_leaves=5,
+    )
+    objects = st.dictionaries(st.text(characters), json_values, max_size=3)
     requests = []
     for name in draw(st.lists(names, min_size=1, max_size=4, unique=True)):
-        is_text = draw(st.booleans())
+        kind_of_prompt = draw(st.sampled_from(["text", "ids", "messages"] if native else ["text", "ids"]))
+        is_text, is_chat = kind_of_prompt == "text", kind_of_prompt == "messages"
+        chat = is_text and draw(st.booleans())
         sampling = st.builds(
             Sampling,
             st.just(0.0) if speculates else st.floats(0, 1e300),
             st.floats(0, 1, exclude_min=True),
             st.integers(0, 2**63 - 1),
+            **draw(own_sampling(kind == "serial")) if native and not speculates else {},
         )
         requests.append(
             Request(
                 name,
                 prompt=draw(st.text(characters, min_size=1)) if is_text else None,
-                tokens=None if is_text else tuple(draw(st.lists(natural, min_size=1, max_size=5))),
-                chat=is_text and draw(st.booleans()),
+                tokens=tuple(draw(st.lists(natural, min_size=1, max_size=5)))
+                if kind_of_prompt == "ids"
+                else None,
+                messages=({**draw(objects), "role": draw(st.text(characters))},) if is_chat else None,
+                chat_template_args=draw(objects) if native and (chat or is_chat) else {},
+                stop=tuple(draw(st.lists(st.text(characters, min_size=1), max_size=2))) if native else (),
+                chat=chat,
                 max_tokens=draw(positive),
                 arrival=0 if kind == "static" else draw(natural),
                 ignore_stop=draw(st.booleans()),
@@ -164,12 +197,6 @@ def scenarios(draw: st.DrawFn) -> Scenario:
         second_last=st.sampled_from(["1..", "2.."]),
     )
     profile = st.none() | names.filter(lambda name: name != "native")
-    engine = draw(st.just("mlx") | names)
-    json_values = st.recursive(
-        st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(-1e300, 1e300) | st.text(characters),
-        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(characters), inner, max_size=3),
-        max_leaves=5,
-    )
     settings = st.dictionaries(st.text(characters).filter(lambda key: key != "name"), json_values, max_size=3)
     return Scenario(
         model=draw(names if engine in ("mlx", "transformers") else names | st.just("")),
@@ -202,8 +229,12 @@ def scenarios(draw: st.DrawFn) -> Scenario:
             page_tokens=draw(st.none() | positive) if packed else None,
             share_prefix=packed and draw(st.booleans()),
             reuse_tokens=draw(st.none() | positive) if one_by_one else None,
+            max_kv_size=draw(st.none() | st.integers(5, 2**31 - 1))
+            if native and not packed and not speculates
+            else None,
         ),
         force_tokens=draw(st.none() | names) if packed or not speculates else None,
+        adapter_path=draw(st.none() | names) if native else None,
         engine=engine,
         engine_settings=draw(settings),
     )
@@ -223,9 +254,10 @@ def test_the_toml_gives_the_scenario_back(scenario: Scenario) -> None:
         path = Path(folder) / "case.toml"
         path.write_bytes(scenario.to_toml().encode())
         read, keys = Scenario.from_toml(path).to_dict(), scenario.to_dict()
+        named_files = ("model", "draft", "force_tokens", "adapter_path")
         # A name that looks like a path is resolved on reading; all else is as it was.
-        named = {name: keys[name] for name in ("model", "draft", "force_tokens") if name in keys}
-        assert named.keys() == {name for name in read if name in ("model", "draft", "force_tokens")}
+        named = {name: keys[name] for name in named_files if name in keys}
+        assert named.keys() == {name for name in read if name in named_files}
         assert Scenario.from_dict({**read, **named}) == scenario
 
 
@@ -403,6 +435,7 @@ def test_a_profiles_name_and_parameters_stay_as_they_are() -> None:
 def test_the_table_says_the_defaults_that_the_classes_have() -> None:
     plain = Scenario("builtin", (Request("r0", prompt="a"),), speculation=Speculation("builtin-draft"))
     words = {"off": None, "no limit": None, "contiguous": None, "all": None, "false": False}
+    words |= dict.fromkeys(("none", "all tokens", "as mlx-lm's commands"))
     checked = 0
     for section, keys in TABLE.items():
         later = Request("r0/2", prompt="b", turn=Turn("r0"))
@@ -411,13 +444,13 @@ def test_the_table_says_the_defaults_that_the_classes_have() -> None:
         )
         for key in keys:
             said = key.default.strip("`")
-            if key.name in ("model", "engine", "draft", "kernels", "id", "prompt", "tokens"):
+            if key.name in ("model", "engine", "draft", "kernels", "id", "prompt", "tokens", "messages"):
                 continue
             found = getattr(getattr(whole, key.part) if key.part else whole, key.attribute) or None
             expected = words[said] or None if said in words else key.kind.read(said) or None
             assert found == expected, key.name
             checked += 1
-    assert checked == sum(map(len, TABLE.values())) - 7
+    assert checked == sum(map(len, TABLE.values())) - 8
 
 
 def factory_case(**keys: Any) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from detdiff.errors import NothingComparable
+from detdiff.scenario.sampling import same_choice
 from detdiff.trace import PHASES, Generated, Trace
 
 from .divergence import Finding, NotCompared, NotFiniteLogits, ScoreDifference, TextFlip
@@ -20,7 +21,7 @@ NO_LIMIT: Final = 1 << 31
 
 _CONTEXT: Final = 40  # characters of a text, from the first that differs on
 
-_SAME_WORK: Final = ("max_tokens", "sampling", "ignore_stop")
+_SAME_WORK: Final = ("max_tokens", "sampling", "ignore_stop", "stop")
 
 
 @dataclass(frozen=True, eq=False)
@@ -315,26 +316,24 @@ def _asked_otherwise(id: str, a: dict[str, Any], b: dict[str, Any], forced: bool
     found = []
     # Given tokens end where they end, whatever the request asks for.
     for key in ("sampling",) if forced else _SAME_WORK:
-        if (
-            key in a
-            and key in b
-            and a[key] != b[key]
-            and not (key == "sampling" and _greedy(a) and _greedy(b))
-        ):
-            detail = f"{key} is {_plain(a[key])} in run a and {_plain(b[key])} in run b"
+        said = (key in a and key in b) or key == "stop"
+        mine, theirs = a.get(key), b.get(key)
+        if said and mine != theirs and not (key == "sampling" and _choose_alike(mine, theirs)):
+            detail = f"{key} is {_plain(mine)} in run a and {_plain(theirs)} in run b"
             found.append(Finding("both", "settings", id, None, detail))
     return found
 
 
 def _plain(setting: Any) -> str:
+    if setting is None:
+        return "none"
     if not isinstance(setting, dict):
         return str(setting)
     return ", ".join(f"{name} {value}" for name, value in setting.items())
 
 
-def _greedy(request: dict[str, Any]) -> bool:
-    sampling = request["sampling"]
-    return isinstance(sampling, dict) and sampling.get("temperature") == 0
+def _choose_alike(a: Any, b: Any) -> bool:
+    return isinstance(a, dict) and isinstance(b, dict) and same_choice(a, b)
 
 
 @dataclass(frozen=True)

@@ -446,9 +446,10 @@ def request_header(request: Request, tokens: Sequence[int]) -> dict[str, Any]:
         "max_tokens": request.max_tokens,
         "arrival": request.arrival,
         "ignore_stop": request.ignore_stop,
-        "sampling": dict(vars(request.sampling)),
+        "sampling": request.sampling.told(),
         **({} if request.cancel is None else {"cancel": request.cancel}),
         **({} if request.turn is None else {"after": request.turn.after}),
+        **({"stop": list(request.stop)} if request.stop else {}),
     }
 
 

@@ -33,8 +33,12 @@ Factory = Callable[..., Any]
 
 
 def engine_of(scenario: Scenario) -> tuple[str, str | None, dict[str, Any]]:
-    """A scenario's engine by name, its model and its engine settings: what decides which engine is opened."""
-    return scenario.engine, scenario.model or None, dict(scenario.engine_settings)
+    """A scenario's engine by name, its model and its engine settings, an adapter among them: what decides which engine is
+    opened."""
+    settings = dict(scenario.engine_settings)
+    if scenario.adapter_path is not None:
+        settings["adapter_path"] = scenario.adapter_path
+    return scenario.engine, scenario.model or None, settings
 
 
 def same_engine(a: Scenario, b: Scenario) -> bool:

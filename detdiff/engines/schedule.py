@@ -51,11 +51,18 @@ class Work:
     cancel: int | None = None
     before: Work | None = None
     conversation: Callable[[Work], Said] | None = None
+    processors: tuple[Any, ...] = ()
+    """Functions that change the logits before the sampler chooses."""
+    stop_sequences: tuple[tuple[int, ...], ...] = ()
+    """Runs of tokens that end the answer, beside the single ones of ``stop``."""
 
     @property
     def finished(self) -> bool:
         return bool(self.generated) and (
-            len(self.generated) >= self.max_tokens or self.generated[-1] in self.stop or self.cancelled
+            len(self.generated) >= self.max_tokens
+            or self.generated[-1] in self.stop
+            or any(tuple(self.generated[-len(ends) :]) == ends for ends in self.stop_sequences)
+            or self.cancelled
         )
 
     @property

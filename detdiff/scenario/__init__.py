@@ -1,6 +1,7 @@
 """A scenario says everything about a run: model, requests, schedule, speculation, cache, kernel plan, capture."""
 
 from detdiff.scenario.keys import nearest, parse_flags, toml_text
+from detdiff.scenario.sampling import Sampling
 from detdiff.scenario.scenario import Scenario, is_address, located
 from detdiff.scenario.settings import (
     LAYOUTS,
@@ -10,7 +11,6 @@ from detdiff.scenario.settings import (
     KernelPlan,
     PathRule,
     Request,
-    Sampling,
     Schedule,
     Speculation,
     Turn,

@@ -18,12 +18,13 @@ class Kind:
     """A type that a key can take: how to say it, how to check it, how to read it from text.
 
     ``check`` gives the value in its one stored form, or None where it is of another type. ``read`` gives a
-    value for ``check`` and may raise ValueError.
+    value for ``check`` and may raise ValueError. ``write`` gives the stored form as JSON has it.
     """
 
     name: str
     check: Callable[[Any], Any]
     read: Callable[[str], Any]
+    write: Callable[[Any], Any] = lambda value: list(value) if isinstance(value, tuple) else value
 
 
 def _is_int(value: Any) -> bool:
@@ -92,6 +93,39 @@ def _engine(value: Any) -> Any:
     return copied if copied is not None and isinstance(copied.get("name", ""), str) else None
 
 
+def _objects(value: Any) -> Any:
+    """JSON objects in a tuple."""
+    copied = _json_value(list(value)) if isinstance(value, (list, tuple)) else None
+    return tuple(copied) if copied is not None and all(isinstance(each, dict) for each in copied) else None
+
+
+def _object(value: Any) -> Any:
+    copied = _json_value(dict(value)) if isinstance(value, Mapping) else None
+    return copied if isinstance(copied, dict) else None
+
+
+def _biases(value: Any) -> Any:
+    """Pairs of a token id and a number, by id; in a table ids are text."""
+    pairs = list(value.items()) if isinstance(value, Mapping) else value
+    if not (
+        isinstance(pairs, (list, tuple)) and all(isinstance(p, (list, tuple)) and len(p) == 2 for p in pairs)
+    ):
+        return None
+    found: dict[int, float] = {}
+    for token, bias in pairs:
+        if isinstance(token, str) and re.fullmatch("[0-9]{1,9}", token, re.ASCII):
+            token = int(token)
+        number = _number(bias)
+        if not _is_int(token) or token < 0 or number is None or token in found:
+            return None
+        found[token] = number
+    return tuple(sorted(found.items()))
+
+
+def _read_biases(text: str) -> list[list[Any]]:
+    return [[int(token), float(bias)] for token, _, bias in (part.partition(":") for part in text.split(","))]
+
+
 _ints = _tuple_of(_is_int)
 
 TEXT = Kind("a string", lambda v: v if _is_text(v) else None, str)
@@ -106,7 +140,18 @@ RANGE = Kind(
 )
 ENGINE = Kind("an engine's name, or a table with a name and its settings", _engine, str)
 JSON = Kind("a JSON value without null, NaN and infinity", _json_value, _read_json)
+OBJECT = Kind("a table without null", _object, _read_json)
+OBJECTS = Kind("a list of tables without null", _objects, _read_json)
+BIASES = Kind(
+    "a table of token ids and numbers",
+    _biases,
+    _read_biases,
+    lambda value: {str(token): bias for token, bias in value},
+)
 TABLES = Kind("a list of tables", _tuple_of(lambda v: isinstance(v, Mapping)), str)
+
+
+_ALWAYS_WRITTEN = ("temperature", "top_p", "seed")
 
 
 @dataclass(frozen=True)
@@ -138,7 +183,9 @@ class Key:
     @property
     def sparse(self) -> bool:
         """Whether it is written only where it is not at its default."""
-        return self.part in ("cache", "turn")
+        return self.part in ("cache", "turn") or (
+            self.part == "sampling" and self.name not in _ALWAYS_WRITTEN
+        )
 
 
 _KINDS: Mapping[str, Kind] = {
@@ -150,12 +197,16 @@ _KINDS: Mapping[str, Kind] = {
     "integers": INTS,
     "range": RANGE,
     "engine": ENGINE,
+    "object": OBJECT,
+    "objects": OBJECTS,
+    "biases": BIASES,
     **dict.fromkeys(("model", "profile", "trace"), TEXT),
 }
 # key | type, or what a path in it is | field | of no use once another key has a value | default | value
 _TABLE = """
 # Model
 model            | model    | model                  |                                  | required         | `"builtin"`, a directory that mlx-lm can load, or a hub id
+adapter_path     | model    | adapter_path           |                                  | none             | a directory with mlx-lm's `adapter_config.json` and `adapters.safetensors`, LoRA or DoRA, which the model is loaded with
 # Engine
 engine           | engine   | engine                 |                                  | `mlx`            | what runs the requests: `mlx`, `transformers`, `llama.cpp`, `server` (which an address as `model` means by itself), the name of an installed engine, or a factory of your own as `package.module:factory`; as a table, `name` and free keys, which the engine is given
 # Schedule
@@ -177,6 +228,7 @@ page_tokens      | integer  | cache.page_tokens      | layout=padded            
 share_prefix     | truth    | cache.share_prefix     | layout=padded                    | false            | a request takes over the keys and values of what an earlier prompt began with, in whole pages if it is paged; for `packed`
 reuse_tokens     | integer  | cache.reuse_tokens     | schedule=static schedule=continuous layout=packed | off              | so many tokens of a prompt are in mlx-lm's `prompt_cache` beforehand, from a forward of their own; for `padded` and `serial`
 turns            | text     | cache.turns            |                                  | `kept`           | what a later turn of a request finds. `kept`: the cache of the turn before. `reloaded`: that, saved to mlx-lm's prompt cache file and loaded. `fresh`: nothing, so that it runs the whole conversation
+max_kv_size      | integer  | cache.max_kv_size      | layout=packed                    | off              | mlx-lm's rotating cache: so many positions are kept, the first four for good, from 5; for `padded`, and for models that make no caches of their own
 # Kernel plan
 kernels          | profile  | kernels.profile        |                                  | `native`: the backend's own choice | a dispatch profile, or `native`
 split_rows       | integer  | kernels.split_rows     |                                  | off              | linear calls of at most so many rows go row by row
@@ -191,8 +243,9 @@ digest           | text     | capture.digest         |                          
 memory_mb        | integer  | capture.memory_mb      |                                  | 256              | how many MiB one forward's captured values may take before they are digested
 # Requests
 id               | text     | id                     |                                  | `r0`, `r1`, ... by place | a name, unique in the scenario
-prompt           | text     | prompt                 |                                  | one of `prompt`, `tokens` | text, which goes through the model's tokenizer
-tokens           | integers | tokens                 |                                  | one of `prompt`, `tokens` | token ids, such as `[1, 2, 3]`
+prompt           | text     | prompt                 |                                  | one of `prompt`, `tokens`, `messages` | text, which goes through the model's tokenizer
+tokens           | integers | tokens                 |                                  | one of `prompt`, `tokens`, `messages` | token ids, such as `[1, 2, 3]`
+messages         | objects  | messages               |                                  | one of `prompt`, `tokens`, `messages` | in the place of a prompt: the turns of a chat, each a table such as `{role = "user", content = "Hello"}`, which go through the model's chat template
 arrival          | integer  | arrival                | schedule=static                  | 0                | the forward at which the request arrives, from 0; with `static` only 0
 cancel           | integer  | cancel                 |                                  | off              | after how many tokens the request is cancelled
 # Turns
@@ -205,6 +258,23 @@ top_p            | number   | sampling.top_p         |                          
 seed             | integer  | sampling.seed          |                                  | 0                | of this request's draws, which do not depend on the other requests
 ignore_stop      | truth    | ignore_stop            |                                  | false            | generate on after a stop token
 chat             | truth    | chat                   |                                  | false            | put the prompt into the model's chat template; for text only
+chat_template_args | object | chat_template_args     |                                  | none             | what the chat template is given beside the messages, such as `{enable_thinking = false}`
+stop             | texts    | stop                   |                                  | none             | texts that end the answer: as mlx-lm does, the tokens that the tokenizer makes of each
+# Request sampling
+sampler          | text     | sampling.sampler       |                                  | `detdiff`        | what draws: `detdiff`, by `seed` and the token's index alone, or `mlx-lm`, its `make_sampler` over MLX's one random state, which `seed` sets
+top_k            | integer  | sampling.top_k         |                                  | all tokens       | keep so many of the likeliest tokens
+min_p            | number   | sampling.min_p         |                                  | 0                | keep tokens of at least so much of the likeliest one's probability
+min_tokens_to_keep | integer | sampling.min_tokens_to_keep |                            | 1                | how many tokens `min_p` keeps at least
+xtc_probability  | number   | sampling.xtc_probability |                                | 0                | how often XTC leaves out the likeliest tokens; with `sampler = "mlx-lm"`
+xtc_threshold    | number   | sampling.xtc_threshold |                                  | 0.1              | the probability from which on XTC leaves tokens out, at most 0.5
+xtc_special_tokens | integers | sampling.xtc_special_tokens |                           | as mlx-lm's commands | token ids that XTC never leaves out; of itself a line's end and the stop tokens
+repetition_penalty | number | sampling.repetition_penalty |                             | off              | what logits of tokens of the context are divided by, or multiplied with where they are negative
+repetition_context_size | integer | sampling.repetition_context_size |                  | 20               | how many of the last tokens are that context, the prompt's among them
+presence_penalty | number   | sampling.presence_penalty |                               | off              | what is taken off the logits of tokens of the context
+presence_context_size | integer | sampling.presence_context_size |                      | 20               | as above
+frequency_penalty | number  | sampling.frequency_penalty |                              | off              | what is taken off the logit of a token for each time that it is in the context
+frequency_context_size | integer | sampling.frequency_context_size |                    | 20               | as above
+logit_bias       | biases   | sampling.logit_bias    |                                  | none             | what is added to the logits of tokens, by id: `{5 = 1.5, 7 = -100}`, and as a flag `5:1.5,7:-100`
 # Rules
 site             | text     | site                   |                                  | `*`              | a pattern of site names (`*`, `?`, `[...]`)
 phase            | text     | phase                  |                                  | `any`            | `prefill`, `decode`, `draft` (all forwards of a draft model), `verify`, `mixed` (several in one forward) or `any`
@@ -241,19 +311,17 @@ RUN_KEYS: Mapping[str, Key] = _of(
 )
 """What belongs to the run as a whole."""
 
-SETTING_KEYS: Mapping[str, Key] = _of("Request settings")
+SETTING_KEYS: Mapping[str, Key] = _of("Request settings", "Request sampling")
 """What each request has; given for the run, it is the default of every request."""
 
-TURN_KEYS: Mapping[str, Key] = _of("Requests", "Turns", "Request settings")
+TURN_KEYS: Mapping[str, Key] = _of("Requests", "Turns", "Request settings", "Request sampling")
 """What a later turn of a request has."""
 
 REQUEST_KEYS: Mapping[str, Key] = {
-    **_of("Requests", "Request settings"),
+    **_of("Requests", "Request settings", "Request sampling"),
     "turn": Key("turn", TABLES, "turns"),
 }
 RULE_KEYS: Mapping[str, Key] = _of("Rules")
-# Asked for by those who know them from an engine, and near to keys that mean something else.
-_SAMPLERS = {"top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"}
 ENGINE_SETTING = "engine.KEY"
 CHANGE_KEYS: Mapping[str, Key] = {
     **RUN_KEYS,
@@ -299,10 +367,6 @@ def known(name: str, keys: Mapping[str, Key]) -> Key:
     """The key ``name``; raises ScenarioKeyUnknown, naming the nearest key."""
     if ENGINE_SETTING in keys and re.fullmatch(r"engine\.[\w-]+", name):
         return keys[ENGINE_SETTING]
-    if name in _SAMPLERS and "seed" in keys:
-        raise ScenarioKeyUnknown(
-            f"there is no key {name!r} here: a scenario draws with temperature, top_p and seed alone; leave it out."
-        )
     if name not in keys or name == ENGINE_SETTING:
         raise ScenarioKeyUnknown(f"there is no key {name!r} here; {nearest(str(name), keys)}")
     return keys[name]

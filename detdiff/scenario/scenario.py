@@ -37,13 +37,13 @@ from detdiff.scenario.keys import (
     typed,
     useless,
 )
+from detdiff.scenario.sampling import MLX_LM, Sampling
 from detdiff.scenario.settings import (
     CachePlan,
     Capture,
     KernelPlan,
     PathRule,
     Request,
-    Sampling,
     Schedule,
     Speculation,
     Turn,
@@ -79,6 +79,7 @@ class Scenario:
     engine: str = MLX
     # A dictionary has no hash.
     engine_settings: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    adapter_path: str | None = None
 
     def __post_init__(self) -> None:
         if self.engine == MLX and is_address(self.model):
@@ -360,17 +361,24 @@ def _written(keys: Mapping[str, Key], whole: Scenario | Request | PathRule) -> d
     for name, key in keys.items():
         holder = getattr(whole, key.part) if key.part else whole
         value = None if holder is None else getattr(holder, key.attribute)
-        if value is None or value == () or (key.sparse and value == getattr(type(holder), key.attribute)):
+        if (
+            value is None
+            or value == ()
+            or value == {}
+            or (key.sparse and value == getattr(type(holder), key.attribute))
+        ):
             continue
-        found[name] = list(value) if isinstance(value, tuple) else value
+        found[name] = key.kind.write(value)
     return found
 
 
 def _request(own: Mapping[str, Any], defaults: Mapping[str, Any], place: int) -> Request:
     values = {"id": f"r{place}", **defaults, **own}
-    if "prompt" not in own and "chat" not in own:
-        # A default of the run; token ids are what they are.
-        values.pop("chat", None)
+    if "prompt" not in own:
+        # Defaults of the run; token ids are what they are.
+        for name in ("chat", *(() if "messages" in own else ("chat_template_args",))):
+            if name not in own:
+                values.pop(name, None)
     sampling = Sampling(**_fields(REQUEST_KEYS, values, "sampling"))
     return Request(**_fields(REQUEST_KEYS, values, ""), sampling=sampling)
 
@@ -419,8 +427,9 @@ def _scenario(
 
 
 def _check_uses(scenario: Scenario) -> None:
-    """Raises ScenarioConflict for a setting that the schedule and layout have no use for."""
+    """Raises ScenarioConflict for a setting that the engine, the schedule or the layout has no use for."""
     schedule, cache = scenario.schedule, scenario.cache
+    _check_mlx_lm(scenario)
     padded, serial = schedule.layout == "padded", schedule.kind == "serial"
     for name in ("page_tokens", "share_prefix"):
         if padded and getattr(cache, name):
@@ -448,11 +457,16 @@ def _check_uses(scenario: Scenario) -> None:
         )
     if scenario.speculation is None:
         return
-    sampled = next((request.id for request in scenario.requests if request.sampling.temperature), None)
-    if sampled is not None:
+    for request in scenario.requests:
+        if request.sampling.draws or request.sampling.processed:
+            raise ScenarioConflict(
+                f"there is a draft, and request {request.id!r} {'draws its tokens' if request.sampling.draws else 'changes its logits'}; "
+                "speculation is greedy here, so remove draft, or set temperature 0 and no penalty or bias."
+            )
+    if cache.max_kv_size is not None:
         raise ScenarioConflict(
-            f"there is a draft, and request {sampled!r} draws its tokens; speculation is greedy here, so remove draft, or "
-            "set temperature 0."
+            f"there is a draft, and max_kv_size is {cache.max_kv_size}, and rejected rows cannot be taken off a rotating cache; remove "
+            "one of them."
         )
     if padded and not serial:
         raise ScenarioConflict(
@@ -463,4 +477,30 @@ def _check_uses(scenario: Scenario) -> None:
         raise ScenarioConflict(
             "there are draft and force_tokens, and mlx-lm's own speculation cannot be told its tokens; remove one of "
             "them, or use layout packed."
+        )
+
+
+def _check_mlx_lm(scenario: Scenario) -> None:
+    """Raises ScenarioConflict for what is mlx-lm's own with another engine, and for what its one random state cannot give."""
+    own = {"adapter_path": scenario.adapter_path, "max_kv_size": scenario.cache.max_kv_size}
+    for request in scenario.requests:
+        own |= {name: True for name in ("messages", "chat_template_args", "stop") if getattr(request, name)}
+        own |= dict.fromkeys(request.sampling.beyond_keyed, True)
+    asked = next((name for name, value in own.items() if value), None)
+    if asked is not None and scenario.engine != MLX:
+        raise ScenarioConflict(
+            f"{asked} is mlx-lm's own, and engine is {scenario.engine}; remove {asked}, or use engine mlx."
+        )
+    if scenario.cache.max_kv_size is not None and scenario.schedule.layout == "packed":
+        raise ScenarioConflict(
+            f"max_kv_size is {scenario.cache.max_kv_size} and layout is packed, whose caches are detdiff's; remove max_kv_size, or use "
+            "layout padded."
+        )
+    drawing = [r for r in scenario.requests if r.sampling.sampler == MLX_LM and r.sampling.draws]
+    other = next((r for r in drawing if r.sampling.seed != drawing[0].sampling.seed), None)
+    if other is not None and scenario.schedule.kind != "serial":
+        raise ScenarioConflict(
+            f"request {drawing[0].id!r} has the seed {drawing[0].sampling.seed}, request {other.id!r} has {other.sampling.seed}, and "
+            f"schedule is {scenario.schedule.kind}: mlx-lm draws for a whole batch from MLX's one random state, which has one seed (its "
+            "server runs requests with a seed one by one). Give them one seed, use schedule serial, or sampler detdiff."
         )

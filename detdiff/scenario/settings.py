@@ -5,16 +5,16 @@ An object that exists can be run, as far as that can be known without the model 
 
 from __future__ import annotations
 
-import math
 import re
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 from detdiff.errors import PromptAmbiguous, PromptMissing, ScenarioConflict, ScenarioRangeError
 from detdiff.scenario.keys import check_utf8, nearest
+from detdiff.scenario.sampling import Sampling
 
 NATIVE = "native"
 SCHEDULES = ("serial", "static", "continuous")
@@ -24,8 +24,7 @@ DIGESTS = ("auto", "host", "device")
 TURNS = ("kept", "reloaded", "fresh")
 PHASES = ("any", "prefill", "decode", "mixed", "draft", "verify")
 KV_BITS, KV_GROUPS = (2, 3, 4, 5, 6, 8), (32, 64, 128)  # what MLX can quantise to
-# Positions, token ids and forwards are 32-bit in a trace; a seed is 64-bit in TOML.
-INT32_MAX, INT64_MAX = 2**31 - 1, 2**63 - 1
+INT32_MAX = 2**31 - 1  # positions, token ids and forwards are 32-bit in a trace
 
 
 def _one_of(name: str, value: str, choices: Sequence[str]) -> None:
@@ -54,29 +53,6 @@ def check_name(name: str, value: str) -> None:
 
 
 @dataclass(frozen=True)
-class Sampling:
-    """How a token is chosen. Temperature 0 is greedy; else a draw depends on ``seed`` and the token's index
-    alone.
-
-    Raises ScenarioRangeError for a negative temperature, a ``top_p`` outside (0, 1] and a seed outside
-    [0, 2**63).
-    """
-
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if not (self.temperature >= 0 and math.isfinite(self.temperature)):
-            raise ScenarioRangeError(f"temperature is {self.temperature}; it must be 0 (greedy) or more.")
-        if not 0 < self.top_p <= 1:
-            raise ScenarioRangeError(
-                f"top_p is {self.top_p}; it must be more than 0 and at most 1 (1 keeps all)."
-            )
-        _between("seed", self.seed, 0, INT64_MAX)
-
-
-@dataclass(frozen=True)
 class Turn:
     """What a request goes on from: the conversation of the request ``after`` which it comes, without its newest ``rewind``
     tokens. ``anew``: from nothing, in the same slot.
@@ -102,6 +78,8 @@ class Request:
     """One prompt, as text or as token ids, and how it is continued. ``arrival`` counts forwards of the run; ``cancel`` is
     after how many tokens the request is cancelled. A ``turn`` goes on from an earlier request.
 
+    ``messages`` go through the model's chat template, as text does with ``chat``; ``chat_template_args`` are what the template
+    is given beside. ``stop`` are texts at whose tokens generation ends.
     Raises PromptMissing, PromptAmbiguous, ScenarioConflict (``chat`` with token ids) and ScenarioRangeError.
     """
 
@@ -115,15 +93,20 @@ class Request:
     sampling: Sampling = field(default_factory=Sampling)
     cancel: int | None = None
     turn: Turn | None = None
+    # Dictionaries have no hash.
+    messages: tuple[Mapping[str, Any], ...] | None = field(default=None, hash=False)
+    chat_template_args: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    stop: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_name("id", self.id)
-        if self.prompt is None and self.tokens is None:
-            raise PromptMissing("there is neither prompt nor tokens; give one of them.")
-        if self.prompt is not None and self.tokens is not None:
-            raise PromptAmbiguous("there are both prompt and tokens; keep one of them.")
-        if not (self.prompt or self.tokens):
-            name = "tokens" if self.prompt is None else "prompt"
+        given = [name for name in ("prompt", "tokens", "messages") if getattr(self, name) is not None]
+        if not given:
+            raise PromptMissing("there is neither prompt nor tokens nor messages; give one of them.")
+        if len(given) > 1:
+            raise PromptAmbiguous(f"there are both {given[0]} and {given[1]}; keep one of them.")
+        if not getattr(self, given[0]):
+            name = given[0]
             raise PromptMissing(
                 f"{name} is empty, and a model needs one token at least; give it some text or token ids."
             )
@@ -131,10 +114,26 @@ class Request:
             check_utf8("prompt", self.prompt)
         for token in self.tokens or ():
             _between("a token id", token, 0)
-        if self.chat and self.prompt is None:
+        if self.chat and self.tokens is not None:
             raise ScenarioConflict(
                 "chat needs a prompt that is text; remove chat, or put the template's tokens in tokens."
             )
+        for place, message in enumerate(self.messages or (), 1):
+            if not isinstance(message.get("role"), str):
+                raise ScenarioRangeError(
+                    f"message {place} has no role that is text; give it one, such as user."
+                )
+        if self.chat_template_args and not (self.chat or self.messages):
+            raise ScenarioConflict(
+                "chat_template_args are for a chat template, and there is neither chat nor messages; add one of them, or remove "
+                "chat_template_args."
+            )
+        if self.messages and self.turn is not None:
+            raise ScenarioConflict(
+                "messages are a whole chat, and this is a later turn of one; give what is said in it as prompt."
+            )
+        for text in self.stop:
+            check_text("an entry of stop", text)
         _between("max_tokens", self.max_tokens, 1)
         _between("arrival", self.arrival, 0)
         _between("cancel", self.cancel, 1)
@@ -272,7 +271,8 @@ class CachePlan:
 
     ``kv_bits``, ``kv_group_size`` and ``kv_start`` (from which position on) are mlx-lm's quantised cache;
     ``reuse_tokens`` is how much of a prompt its ``prompt_cache`` holds beforehand, as a forward of its own. Packed:
-    ``page_tokens`` is the size of a page, and ``share_prefix`` lets a request take what an earlier prompt began with.
+    ``max_kv_size`` is how many positions mlx-lm's rotating cache keeps. ``page_tokens`` is the size of a page, and ``share_prefix`` lets
+    a request take what an earlier prompt began with.
     ``turns`` says what a later turn finds: the cache of the one before, ``kept`` or ``reloaded`` from a file, or nothing.
     Raises ScenarioRangeError, and ScenarioConflict for a part of the quantised cache without ``kv_bits``.
     """
@@ -284,6 +284,7 @@ class CachePlan:
     share_prefix: bool = False
     reuse_tokens: int | None = None
     turns: Literal["kept", "reloaded", "fresh"] = "kept"
+    max_kv_size: int | None = None
 
     def __post_init__(self) -> None:
         if self.kv_bits is not None and self.kv_bits not in KV_BITS:
@@ -296,6 +297,8 @@ class CachePlan:
         _one_of("turns", self.turns, TURNS)
         _between("page_tokens", self.page_tokens, 1)
         _between("reuse_tokens", self.reuse_tokens, 1)
+        # mlx-lm keeps the first four positions for good.
+        _between("max_kv_size", self.max_kv_size, 5)
         if self.kv_bits is None and (self.kv_group_size, self.kv_start) != (64, 0):
             raise ScenarioConflict(
                 "kv_group_size and kv_start are of a quantised cache, and there is no kv_bits; add kv_bits, or "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
@@ -74,6 +75,15 @@ _NEEDED: Mapping[str, Mapping[str, Callable[[Any], bool]]] = {
     "save": {"request": _count, "layers": _ranges},
     "load": {"request": _count, "layers": _ranges},
     "cancel": {"request": _count, "tokens": _count},
+    "choice": {
+        "request": _count,
+        "index": _count,
+        "digest": lambda value: isinstance(value, str) and re.fullmatch("[0-9a-f]{16}", value) is not None,
+        "top_ids": _counts,
+        "top_logprobs": lambda value: (
+            isinstance(value, list | tuple) and all(type(v) is float for v in value)
+        ),
+    },
     **dict.fromkeys(("merge", "extend", "filter", "roll", "wrap"), {}),
 }
 """The kinds of events, and what each has at least. Other keys are free."""

@@ -18,7 +18,7 @@ from tiny import VOCAB, TinyTokenizer
 
 from detdiff.engines.mlx.engine import generate
 from detdiff.engines.mlx.model import LoadedModel
-from detdiff.engines.mlx.requests import sampler
+from detdiff.engines.mlx.sampling import sampler
 from detdiff.scenario import Sampling, Scenario
 
 TOKENS = 10

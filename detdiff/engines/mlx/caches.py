@@ -287,14 +287,14 @@ def copied_prefix(donor: Sequence[Any], empty: Sequence[Any], tokens: int) -> li
     return list(empty)
 
 
-def reused_cache(model: Module, work: Work, tokens: int, event: OnEvent) -> list[Any]:
-    """mlx-lm's ``prompt_cache`` with the first ``tokens`` of a prompt, written by one forward of its own.
+def reused_cache(model: Module, work: Work, plan: CachePlan, event: OnEvent) -> list[Any]:
+    """mlx-lm's ``prompt_cache`` with the first ``reuse_tokens`` of a prompt, written by one forward of its own.
 
     At least one token of the prompt is left to run. Pass the result to ``generate_step`` with
     ``work.prompt[work.done:]``.
     """
-    count = min(tokens, len(work.prompt) - 1)
-    caches = list(make_prompt_cache(model))
+    count = min(plan.reuse_tokens or 0, len(work.prompt) - 1)
+    caches = list(make_prompt_cache(model, plan.max_kv_size))
     if count:
         model(mx.array(work.prompt[:count])[None], cache=caches)
         mx.eval([cache.state for cache in caches])

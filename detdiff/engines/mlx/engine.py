@@ -30,6 +30,7 @@ from detdiff.trace import Site, Trace
 
 from .model import LoadedModel, encode, load
 from .model_directory import config_value
+from .padded import OnChoice
 from .path_changes import SingleRowPaths
 from .run_checks import FirstLogits, compare_logits
 from .serve import Models, OnLogits, Sessions, in_dtype, prepared, run_unrecorded, serve
@@ -204,17 +205,19 @@ def engine_of_objects(given: Any) -> MlxEngine | str:
 
 
 def open_mlx(model: str | None, settings: Mapping[str, Any]) -> MlxEngine:
-    """The factory of the mlx engine. Its one setting is ``custom_code``, true to let a model's own Python file run.
+    """The factory of the mlx engine. Its settings are ``custom_code``, true to let a model's own Python file run, and what a
+    scenario says as ``adapter_path``.
 
     Raises EngineRefuses for other settings, and what ``load`` raises.
     """
     allowed = settings.get("custom_code", False)
-    if set(settings) - {"custom_code"} or not isinstance(allowed, bool):
+    if set(settings) - {"custom_code", "adapter_path"} or not isinstance(allowed, bool):
         raise EngineRefuses(
             f"The mlx engine was given the settings {', '.join(f'{k}={v!r}' for k, v in sorted(settings.items()))}; expected none but "
             "custom_code, true or false: a scenario's own keys say everything else of its runs. Leave the others out."
         )
-    return MlxEngine(load(model or "builtin", custom_code=allowed), settings=dict(settings))
+    loaded = load(model or "builtin", settings.get("adapter_path"), custom_code=allowed)
+    return MlxEngine(loaded, settings=dict(settings))
 
 
 def environment() -> dict[str, Any]:
@@ -301,7 +304,7 @@ def _run(
             options.progress(count, total)
 
     with sessions.running(recorder, seen):
-        counts = serve(scenario, sessions, work, on_token, recorder.event)
+        counts = serve(scenario, sessions, work, on_token, recorder.event, _chosen(scenario, recorder))
         recorder.finish()
     for session in (sessions.target, sessions.draft):
         if session is not None:
@@ -319,6 +322,17 @@ def _run(
     if recorder.unrecorded:
         more["lacks"] = {"cache": unrecorded_caches(recorder.unrecorded)}
     return {"times": times, "observer": observer, **more}
+
+
+def _chosen(scenario: Scenario, recorder: Recorder) -> OnChoice | None:
+    """Who notes what tokens were chosen from, of requests whose sampling is more than a keyed draw."""
+    told = [bool(request.sampling.beyond_keyed) for request in scenario.requests]
+
+    def on_choice(request: int, index: int, logprobs: mx.array) -> None:
+        if told[request]:
+            recorder.choice(request, index, logprobs)
+
+    return on_choice if any(told) else None
 
 
 def unrecorded_caches(classes: Mapping[int, str]) -> str:
@@ -344,7 +358,7 @@ def _header(scenario: Scenario, models: Models, work: list[Work], sessions: Sess
         **({} if models.draft is None else {"draft": dict(models.draft.identity)}),
         "requests": _requests(scenario, work),
         "sites": [site.to_json() for each in sessions.sites.values() for site in each.sites],
-        "notes": models.notes(),
+        "notes": [*models.notes(), *_without_effect(scenario, models.target)],
         **_roles(models.target),
         **({"lacks": {"cache": unrecorded_caches(unknown)}} if unknown else {}),
     }
@@ -353,6 +367,15 @@ def _header(scenario: Scenario, models: Models, work: list[Work], sessions: Sess
 def _requests(scenario: Scenario, work: list[Work]) -> list[dict[str, Any]]:
     return [
         base.request_header(request, w.prompt) for w, request in zip(work, scenario.requests, strict=True)
+    ]
+
+
+def _without_effect(scenario: Scenario, loaded: LoadedModel) -> list[str]:
+    """What mlx-lm does not do with this model, whatever it is asked for."""
+    if scenario.cache.max_kv_size is None or not hasattr(loaded.model, "make_cache"):
+        return []
+    return [
+        f"max_kv_size has no effect: the model type {loaded.identity.get('model_type')} makes its own caches, and mlx-lm then gives it no other"
     ]
 
 
@@ -432,7 +455,7 @@ def record(
     ``loaded`` and ``draft`` are the scenario's models where they are loaded already. An interrupted run leaves every finished shard
     readable. Raises the subclasses of DetdiffError that loading, preparing, running and writing raise.
     """
-    engine = MlxEngine(loaded or load(scenario.model), draft)
+    engine = MlxEngine(loaded or load(scenario.model, scenario.adapter_path), draft)
     return record_engine(scenario, path, engine=engine, options=options)
 
 

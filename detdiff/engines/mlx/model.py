@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 from detdiff.engines.mlx.model_directory import RANDOM, check_directory, code_file, config_value, identity
@@ -29,6 +29,7 @@ from detdiff.errors import (
     words_of,
 )
 
+from .adapters import load_adapter
 from .model_directory import TokenIds, build
 
 __all__ = [
@@ -68,20 +69,29 @@ class LoadedModel:
     staged: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
     apart: set[str | None] = field(default_factory=set, compare=False, repr=False)
 
+    @property
+    def reads_text(self) -> bool:
+        """Whether its tokenizer makes tokens of text; that of random weights knows token ids alone."""
+        return not isinstance(self.tokenizer, TokenIds)
 
-def load(spec: str, *, custom_code: bool = False) -> LoadedModel:
-    """Load the model that `spec` names: ``builtin`` or ``builtin-draft``, a directory, or a hub id.
+
+def load(spec: str, adapter: str | None = None, *, custom_code: bool = False) -> LoadedModel:
+    """Load the model that `spec` names: ``builtin`` or ``builtin-draft``, a directory, or a hub id; with the adapter of a
+    directory, if one is given.
 
     ``custom_code`` lets a model's own Python file run, where its config.json names one as ``model_file``.
 
     Raises:
         ModelCodeRefused: there is such a file and it was not allowed, or it is not there.
+        AdapterInvalid: the adapter's directory is not one of this model.
         ModelError: another subclass per broken rule of a model directory.
         ModelUnreachable: a hub id is neither in the local cache nor within reach.
     """
     path = locate(spec)
     known = identity(path)
     model, config = load_weights(path, custom_code=custom_code)
+    if adapter is not None:
+        known = load_adapter(model, adapter, known)
     return LoadedModel(model, load_tokenizer(path, config), path, known, config)
 
 
@@ -216,20 +226,22 @@ def load_tokenizer(path: Path, config: Mapping[str, Any]) -> Any:
         ) from error
 
 
-def encode(loaded: LoadedModel, text: str, chat: bool) -> list[int]:
-    """Token ids of `text`; with `chat`, as one user message through the chat template, ready for the answer.
+def encode(
+    loaded: LoadedModel, text: str, chat: bool, arguments: Mapping[str, Any] = MappingProxyType({})
+) -> list[int]:
+    """Token ids of `text`; with `chat`, as one user message through the chat template, which is given `arguments`, ready for
+    the answer.
 
     Raises:
         ChatTemplateUnusable: `chat` and the tokenizer has no template, or the template refuses the message.
         PromptWithoutTokens: not one token came out.
         TokenizerInvalid: an id is outside the model's vocabulary.
     """
-    name = loaded.path.name
     if chat:
-        tokens = encode_messages(loaded, [{"role": "user", "content": text}])
+        tokens = encode_messages(loaded, [{"role": "user", "content": text}], arguments=arguments)
     else:
-        tokens = loaded.tokenizer.encode(text)
-    tokens = [int(token) for token in tokens]
+        tokens = [int(token) for token in loaded.tokenizer.encode(text)]
+    name = loaded.path.name
     if not tokens:
         raise PromptWithoutTokens(
             f"The prompt {text[:40]!r} becomes no token at all with the tokenizer of {name!r}, and a request "
@@ -246,9 +258,13 @@ def encode(loaded: LoadedModel, text: str, chat: bool) -> list[int]:
 
 
 def encode_messages(
-    loaded: LoadedModel, messages: Sequence[Mapping[str, str]], *, answers: bool = True
+    loaded: LoadedModel,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    answers: bool = True,
+    arguments: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[int]:
-    """Token ids of a chat through the template; ``answers``: ready for the answer.
+    """Token ids of a chat through the template, which is given ``arguments``; ``answers``: ready for the answer.
 
     Raises ChatTemplateUnusable where the tokenizer has no template, or the template refuses the messages.
     """
@@ -259,10 +275,13 @@ def encode_messages(
             f"`chat = false` to give the text as it is, or add a chat_template.jinja to the model "
             f"directory."
         )
+    turns = [dict(message) for message in messages]
     try:
-        tokens = loaded.tokenizer.apply_chat_template(list(messages), add_generation_prompt=answers)
+        tokens = loaded.tokenizer.apply_chat_template(
+            turns, **{"add_generation_prompt": answers, **arguments}
+        )
     except Exception as error:  # a template is a program; it may fail in any way
-        what = "a single user message" if len(messages) == 1 else f"a chat of {len(messages)} messages"
+        what = "a single user message" if len(turns) == 1 else f"a chat of {len(turns)} messages"
         raise ChatTemplateUnusable(
             f"The chat template of {name!r} refuses {what}: {_words(error)}. Set `chat = "
             f"false` and write the turns out in the prompt."

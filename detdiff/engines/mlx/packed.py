@@ -28,7 +28,9 @@ from detdiff.engines.speculation import Proposal, Speculator
 from detdiff.scenario import CachePlan, Schedule
 
 from .packed_model import ForwardClock, PackedModel, greedy, ids
-from .requests import Forced, TokenDraw
+from .padded import OnChoice
+from .requests import Forced
+from .sampling import StateDraw, TokenDraw, native_sampler, processed, random_state, seed_state
 from .turns import TurnCaches
 
 
@@ -73,6 +75,8 @@ class Snapshot:
     steps: int
     caches: tuple[object, ...]
     counts: Mapping[int, tuple[int, int]]
+    random_state: int | None = None
+    """MLX's, where a request draws from it."""
 
 
 def _sampled(sampler: Any) -> Any:
@@ -110,7 +114,9 @@ class PackedEngine:
         *,
         plan: CachePlan | None = None,
         event: OnEvent = silent,
+        on_choice: OnChoice | None = None,
     ) -> None:
+        self._on_choice = on_choice
         self.clock = ForwardClock()
         rewinds = 0 if drafting is None else drafting.drafts
         self.target = PackedModel(session, clock=self.clock, plan=plan, event=event, rewinds=rewinds)
@@ -147,13 +153,17 @@ class PackedEngine:
         """
         if from_ is None:
             self._work, self._queue = work, _RequestQueue(by_arrival(work))
+            seed_state(self._queue.waiting)
         else:
             self.resume(from_, work)
         self._turns = TurnCaches(work, self._plan.turns, self._event)
-        limit = 1 if schedule.kind == "serial" else (schedule.active or len(work))
+        serial = schedule.kind == "serial"
+        limit = 1 if serial else (schedule.active or len(work))
         try:
             while self._queue.waiting or self._queue.active:
-                self._admit(limit)
+                due = self._admit(limit)
+                if serial:
+                    seed_state(due)
                 if self.clock.steps == until:
                     return
                 if before_step is not None:
@@ -176,6 +186,9 @@ class PackedEngine:
             steps=self.clock.steps,
             caches=tuple(model.caches.snapshot() for model in self.models),
             counts={index: (one.proposed, one.accepted) for index, one in counts.items()},
+            random_state=random_state()
+            if any(isinstance(native_sampler(item), StateDraw) for item in self._work)
+            else None,
         )
 
     def resume(self, snapshot: Snapshot, work: list[Work]) -> None:
@@ -190,12 +203,14 @@ class PackedEngine:
             model.caches.restore(caches)
         if self.speculation is not None:
             self.speculation.recount(snapshot.counts)
+        if snapshot.random_state is not None:
+            mx.random.seed(snapshot.random_state)
 
     def counts(self) -> dict[str, dict[str, int]]:
         """The engine's own account of its proposals, by request id; empty without speculation."""
         return {} if self.speculation is None else self.speculation.counted(self._work)
 
-    def _admit(self, limit: int) -> None:
+    def _admit(self, limit: int) -> list[Work]:
         queue = self._queue
         clock = self.clock.steps if queue.active else max(self.clock.steps, queue.waiting[0].arrival)
         due = [item for item in queue.waiting if item.arrival <= clock and item.ready][
@@ -210,6 +225,7 @@ class PackedEngine:
                 item.done = model.begin(item.index, item.prompt, shared)
         queue.waiting = [item for item in queue.waiting if item not in due]
         queue.active += due
+        return due
 
     def _goes_on(self, item: Work, before: Work) -> bool:
         """Begin a later turn; False where nothing of the turn before can be kept."""
@@ -252,6 +268,7 @@ class PackedEngine:
         verifying = {proposal.work.index: proposal for proposal in proposals}
         row = 0
         chosen: list[tuple[Share, Any]] = []
+        drawn: list[tuple[Work, mx.array]] = []
         for share in shares:
             scores = logits[0, row : row + share.answers]
             row += share.answers
@@ -260,12 +277,17 @@ class PackedEngine:
             else:
                 share.work.done += len(share.tokens)
                 if share.answers:
+                    scores = processed(share.work, scores)
                     logprobs = scores - mx.logsumexp(scores, axis=-1, keepdims=True)
                     chosen.append((share, share.work.sampler(logprobs)))
+                    drawn.append((share.work, logprobs[0]))
         if not chosen:
             self.target.evaluate(shares)
             return
         mx.eval([array for _, array in chosen])
+        if self._on_choice is not None:
+            for work, logprobs in drawn:
+                self._on_choice(work.index, len(work.generated), logprobs)
         for share, found in chosen:
             proposal = verifying.get(share.work.index)
             if proposal is None:

@@ -31,6 +31,7 @@ from detdiff.scenario import CachePlan, Schedule
 from .cache_events import CacheOwners, watched
 from .caches import reused_cache
 from .requests import segment
+from .sampling import seed_state
 from .turns import TurnCaches
 
 
@@ -117,9 +118,13 @@ def _batches_watched(composer: PaddedComposer) -> Iterator[None]:
         PromptProcessingBatch.prompt, GenerationBatch._step = native_prompt, native_step
 
 
+OnChoice = Callable[[int, int, mx.array], None]
+"""``on_choice(request, index, logprobs)``: the log-probabilities [V] that the sampler chose a token from."""
+
+
 @dataclass(frozen=True)
 class PaddedRun:
-    """What a padded run is done with: the model, how its caches are kept, and who hears of tokens and cache events."""
+    """What a padded run is done with: the model, how its caches are kept, and who hears of choices, tokens and cache events."""
 
     model: Module
     schedule: Schedule
@@ -128,6 +133,13 @@ class PaddedRun:
     turns: TurnCaches
     cache: CachePlan = field(default_factory=CachePlan)
     event: OnEvent = silent
+    on_choice: OnChoice | None = None
+
+    def answer(self, work: Work, token: int, logprobs: mx.array) -> None:
+        """Take a token that was chosen from log-probabilities [V]."""
+        if self.on_choice is not None:
+            self.on_choice(work.index, len(work.generated), logprobs)
+        work.answer(token, self.on_token)
 
 
 def run_padded(run: PaddedRun, work: list[Work]) -> None:
@@ -150,12 +162,15 @@ def _serial(run: PaddedRun, work: Work) -> None:
     run.composer.serial(work)
     plan = run.cache
     if plan.reuse_tokens is not None and work.before is None:
-        caches = reused_cache(run.model, work, plan.reuse_tokens, run.event)
+        caches = reused_cache(run.model, work, plan, run.event)
+    seed_state([work])
     steps = generate_step(
         mx.array(work.prompt[work.done :]),
         run.model,
         max_tokens=work.max_tokens,
         sampler=work.sampler,
+        logits_processors=list(work.processors) or None,
+        max_kv_size=plan.max_kv_size,
         prompt_cache=caches,
         prefill_step_size=run.schedule.prefill_chunk,
         kv_bits=plan.kv_bits,
@@ -163,8 +178,8 @@ def _serial(run: PaddedRun, work: Work) -> None:
         quantized_kv_start=plan.kv_start,
     )
     with contextlib.closing(steps):
-        for token, _ in steps:
-            work.answer(int(token), run.on_token)
+        for token, logprobs in steps:
+            run.answer(work, int(token), logprobs)
             if work.finished:
                 break
     run.turns.keep(work, caches)
@@ -178,8 +193,10 @@ def _batched(run: PaddedRun, work: list[Work], owners: CacheOwners) -> None:
         completion_batch_size=limit,
         prefill_batch_size=limit,
         prefill_step_size=schedule.prefill_chunk,
+        max_kv_size=run.cache.max_kv_size,
     )
     waiting = by_arrival(work)
+    seed_state(waiting)
     active: list[Work] = []
     try:
         while waiting or active:
@@ -198,7 +215,7 @@ def _batched(run: PaddedRun, work: list[Work], owners: CacheOwners) -> None:
             _, answers = generator.next()
             for answer in answers:
                 item = composer.work_of(answer.uid)
-                item.answer(int(answer.token), run.on_token)
+                run.answer(item, int(answer.token), answer.logprobs)
                 if item.finished:
                     held = answer.prompt_cache
                     if answer.finish_reason is None:
@@ -213,9 +230,14 @@ def _insert(generator: BatchGenerator, work: list[Work], caches: list[Any], comp
     uids = generator.insert(
         [list(item.prompt[item.done :]) for item in work],
         caches=caches,
+        # The processors see the whole conversation, as in mlx-lm's server.
+        all_tokens=[list(item.prompt[: item.done]) for item in work],
         max_tokens=[item.max_tokens for item in work],
         samplers=[item.sampler for item in work],
-        stop_sequences=[StopSequences([[t] for t in sorted(item.stop)] or None) for item in work],
+        logits_processors=[list(item.processors) for item in work],
+        stop_sequences=[
+            StopSequences([*([t] for t in sorted(item.stop)), *item.stop_sequences] or None) for item in work
+        ],
     )
     composer.name(uids, work)
 

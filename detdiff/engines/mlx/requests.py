@@ -6,48 +6,19 @@ the other run generated, they can be compared to the end; what the model would c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.sample_utils import apply_top_p, greedy_sampler
 
 from detdiff.engines.mlx.taps.forward import Segment
 from detdiff.engines.schedule import Work, forced_tokens
-from detdiff.errors import ContextExceeded, TokenOutOfRange
-from detdiff.scenario import Sampling, Scenario
+from detdiff.errors import ContextExceeded, EngineRefuses, StopUnusable, TokenOutOfRange
+from detdiff.scenario import Request, Scenario
 
-from .model import LoadedModel, context_limit, encode
+from .model import LoadedModel, context_limit, encode, encode_messages
+from .sampling import Sampler, processors, sampler
 from .turns import Conversations
-
-Sampler = Callable[[mx.array], mx.array]
-
-
-def sampler(sampling: Sampling) -> Sampler:
-    """A function from log-probabilities [1, V] to a token id [1].
-
-    mlx-lm calls a request's sampler once for each of its tokens, in order, so counting the calls gives the
-    token's index whatever else is in the batch; the key of a draw is (seed, index).
-    """
-    if sampling.temperature == 0:
-        # One object for all greedy requests: mlx-lm then samples the whole batch in one call.
-        greedy: Sampler = greedy_sampler
-        return greedy
-    return TokenDraw(sampling)
-
-
-class TokenDraw:
-    """Draws of one request; ``index`` is that of the next token."""
-
-    def __init__(self, sampling: Sampling) -> None:
-        self._sampling, self._seed, self.index = sampling, mx.random.key(sampling.seed), 0
-
-    def __call__(self, logprobs: mx.array) -> mx.array:
-        key = mx.random.split(self._seed, self.index + 2)[self.index + 1]
-        self.index += 1
-        if self._sampling.top_p < 1:
-            logprobs = apply_top_p(logprobs, self._sampling.top_p)
-        return mx.random.categorical(logprobs / self._sampling.temperature, key=key)
 
 
 class Forced:
@@ -57,12 +28,12 @@ class Forced:
     """
 
     def __init__(self, native: Sampler, tokens: Sequence[int]) -> None:
-        self._native, self._tokens = native, tuple(tokens)
+        self.native, self._tokens = native, tuple(tokens)
         self.chosen: list[mx.array] = []
 
     def __call__(self, logprobs: mx.array) -> mx.array:
         """Token id [1] of log-probabilities [1, V]."""
-        own = self._native(logprobs)
+        own = self.native(logprobs)
         index = len(self.chosen)
         self.chosen.append(own)
         # mlx-lm runs one step ahead of what it answers, so it asks for one token more.
@@ -84,7 +55,7 @@ def force(work: Sequence[Work], path: str) -> None:
     for item, tokens in zip(work, forced_tokens(work, path), strict=True):
         item.max_tokens = min(item.max_tokens, len(tokens))
         # The other run's stop ends the answer, not this run's own choice.
-        item.stop = frozenset()
+        item.stop, item.stop_sequences = frozenset(), ()
         item.sampler = Forced(item.sampler, tokens)
 
 
@@ -98,11 +69,13 @@ def prepare(scenario: Scenario, loaded: LoadedModel) -> list[Work]:
     """The scenario's requests, tokenised and checked against the model.
 
     Raises ContextExceeded when prompt and answer do not fit the model's context, TokenOutOfRange for ids outside
-    the vocabulary, and what ``force`` and ``detdiff.engines.mlx.model.encode`` raise.
+    the vocabulary, EngineRefuses for a ``top_k`` of no fewer, StopUnusable, and what ``force`` and
+    ``detdiff.engines.mlx.model.encode`` raise.
     """
     limit = context_limit(loaded)
     vocabulary = loaded.identity.get("vocab_size")
     stop = frozenset(loaded.tokenizer.eos_token_ids)
+    special = _special(loaded) if any(r.sampling.xtc_probability for r in scenario.requests) else ()
     conversations = Conversations(scenario.requests, loaded)
     work: list[Work] = []
     for index, request in enumerate(scenario.requests):
@@ -112,9 +85,13 @@ def prepare(scenario: Scenario, loaded: LoadedModel) -> list[Work]:
             prompt = ()
         elif request.tokens is not None:
             prompt = request.tokens
+        elif request.messages is not None:
+            prompt = encode_messages(loaded, request.messages, arguments=request.chat_template_args)
         else:
             assert request.prompt is not None
-            prompt = encode(loaded, request.prompt, request.chat)
+            prompt = encode(loaded, request.prompt, request.chat, request.chat_template_args)
+        if vocabulary is not None:
+            _check_sampling(request, vocabulary)
         if vocabulary is not None and max(prompt, default=0) >= vocabulary:
             raise TokenOutOfRange(
                 f"Request {request.id!r} has the token id {max(prompt)}; the model's vocabulary has {vocabulary} ids, "
@@ -134,12 +111,47 @@ def prepare(scenario: Scenario, loaded: LoadedModel) -> list[Work]:
                 request.max_tokens,
                 0 if scenario.schedule.kind == "static" else request.arrival,
                 frozenset() if request.ignore_stop else stop,
-                sampler(request.sampling),
+                sampler(request.sampling, special),
                 cancel=request.cancel,
                 before=work[-1] if request.turn is not None else None,
                 conversation=conversations.said,
+                processors=processors(request.sampling),
+                stop_sequences=tuple(_stop_tokens(loaded, request.id, text) for text in request.stop),
             )
         )
     if scenario.force_tokens is not None:
         force(work, scenario.force_tokens)
     return work
+
+
+def _check_sampling(request: Request, vocabulary: int) -> None:
+    asked = request.sampling
+    ids = [token for token, _ in asked.logit_bias] + list(asked.xtc_special_tokens or ())
+    if ids and max(ids) >= vocabulary:
+        raise TokenOutOfRange(
+            f"Request {request.id!r} asks for a bias or an exception for the token id {max(ids)}; the model's vocabulary has "
+            f"{vocabulary} ids, 0 to {vocabulary - 1}. Correct logit_bias or xtc_special_tokens."
+        )
+    if asked.top_k is not None and asked.top_k >= vocabulary:
+        raise EngineRefuses(
+            f"Request {request.id!r} has top_k {asked.top_k}; expected fewer than the {vocabulary} ids of the model's vocabulary, as "
+            "mlx-lm does. Lower it, or leave it out to keep all tokens."
+        )
+
+
+def _special(loaded: LoadedModel) -> tuple[int, ...]:
+    """What mlx-lm's commands tell XTC to leave in."""
+    encoder = getattr(loaded.tokenizer, "encode", None)
+    line_end = [] if encoder is None or not loaded.reads_text else encoder("\n")
+    return tuple(int(token) for token in (*line_end, *loaded.tokenizer.eos_token_ids))
+
+
+def _stop_tokens(loaded: LoadedModel, id: str, text: str) -> tuple[int, ...]:
+    """The tokens of a stop text, made as mlx-lm's ``make_stop_sequences`` does. Raises StopUnusable."""
+    tokens = loaded.tokenizer.encode(text, add_special_tokens=False) if loaded.reads_text else ()
+    if not tokens:
+        raise StopUnusable(
+            f"The stop text {text!r} of request {id!r} becomes no token with this model's tokenizer; expected one at least, since "
+            "mlx-lm ends an answer at a text's tokens. Give another text, or a model with a tokenizer."
+        )
+    return tuple(int(token) for token in tokens)

@@ -20,7 +20,15 @@ from detdiff.errors import ModelRunError
 from detdiff.scenario import Scenario
 
 from .packed import DraftSession, PackedEngine
-from .padded import PaddedComposer, PaddedRun, Pair, SpeculativeComposer, run_padded, run_speculative
+from .padded import (
+    OnChoice,
+    PaddedComposer,
+    PaddedRun,
+    Pair,
+    SpeculativeComposer,
+    run_padded,
+    run_speculative,
+)
 from .requests import prepare
 from .run_checks import refuse_leaks
 from .turns import TurnCaches
@@ -44,7 +52,7 @@ class Models:
 
         Raises what ``load`` raises, and DraftMismatch for a draft of another vocabulary.
         """
-        found = loaded or load(scenario.model)
+        found = loaded or load(scenario.model, scenario.adapter_path)
         if scenario.speculation is None:
             return cls(found)
         other = draft or load(scenario.speculation.draft)
@@ -143,14 +151,19 @@ class Sessions:
 
 
 def serve(
-    scenario: Scenario, sessions: Sessions, work: list[Work], on_token: OnToken, event: OnEvent = silent
+    scenario: Scenario,
+    sessions: Sessions,
+    work: list[Work],
+    on_token: OnToken,
+    event: OnEvent = silent,
+    on_choice: OnChoice | None = None,
 ) -> Counts:
     """Run all requests to their ends; the engine's own counts of proposals by request id.
 
     Raises ModelRunError for what mlx or mlx-lm cannot do with the model.
     """
     try:
-        return _serve(scenario, sessions, work, on_token, event)
+        return _serve(scenario, sessions, work, on_token, event, on_choice)
     except (RuntimeError, ValueError) as error:
         # How mlx and mlx-lm say that a class cannot do something: be batched, or run in this dtype on this device.
         if "Unable to allocate" in str(error):
@@ -162,19 +175,26 @@ def serve(
         ) from error
 
 
-def packed_engine(scenario: Scenario, sessions: Sessions, event: OnEvent = silent) -> PackedEngine:
+def packed_engine(
+    scenario: Scenario, sessions: Sessions, event: OnEvent = silent, on_choice: OnChoice | None = None
+) -> PackedEngine:
     """The engine that a packed scenario runs on."""
     speculation, drafting = scenario.speculation, None
     if speculation is not None and sessions.draft is not None:
         drafting = DraftSession(sessions.draft, speculation.drafts)
-    return PackedEngine(sessions.target, drafting, plan=scenario.cache, event=event)
+    return PackedEngine(sessions.target, drafting, plan=scenario.cache, event=event, on_choice=on_choice)
 
 
 def _serve(
-    scenario: Scenario, sessions: Sessions, work: list[Work], on_token: OnToken, event: OnEvent
+    scenario: Scenario,
+    sessions: Sessions,
+    work: list[Work],
+    on_token: OnToken,
+    event: OnEvent,
+    on_choice: OnChoice | None,
 ) -> Counts:
     if scenario.schedule.layout == "packed":
-        engine = packed_engine(scenario, sessions, event)
+        engine = packed_engine(scenario, sessions, event, on_choice)
         engine.run(work, scenario.schedule, on_token)
         return engine.counts()
     target, settings = sessions.target, (scenario.schedule, scenario.cache)
@@ -190,11 +210,12 @@ def _serve(
         }
     composer = PaddedComposer(work)
     target.compose = composer.compose
-    make = partial(make_prompt_cache, target.model)
+    make = partial(make_prompt_cache, target.model, scenario.cache.max_kv_size)
     with contextlib.closing(TurnCaches(work, scenario.cache.turns, event, make)) as turns:
-        run_padded(
-            PaddedRun(target.model, scenario.schedule, composer, on_token, turns, scenario.cache, event), work
+        run = PaddedRun(
+            target.model, scenario.schedule, composer, on_token, turns, scenario.cache, event, on_choice
         )
+        run_padded(run, work)
     return {}
 
 

@@ -46,20 +46,26 @@ class Conversations:
         closing = None
         if request.chat and not request.turn.anew:
             messages = self._messages(work)
-            closed = encode_messages(self._loaded, messages[:-1], answers=False)
-            tokens = tuple(encode_messages(self._loaded, messages, answers=True))
+            arguments = request.chat_template_args
+            closed = encode_messages(self._loaded, messages[:-1], answers=False, arguments=arguments)
+            tokens = tuple(encode_messages(self._loaded, messages, arguments=arguments))
             closing = tuple(closed[len(told) :]) if tuple(closed[: len(told)]) == told else None
             told = told[: _alike(told, tokens)]
         elif request.tokens is not None:
             tokens = (*told, *request.tokens)
         else:
-            tokens = (*told, *encode(self._loaded, request.prompt or "", request.chat))
+            tokens = (
+                *told,
+                *encode(self._loaded, request.prompt or "", request.chat, request.chat_template_args),
+            )
         self._check(work, tokens)
         return Said(tokens, len(told), closing)
 
-    def _messages(self, work: Work) -> list[dict[str, str]]:
+    def _messages(self, work: Work) -> list[dict[str, Any]]:
         """The chat up to a turn's own question."""
         request = self._requests[work.index]
+        if request.messages is not None:
+            return [dict(message) for message in request.messages]
         own = {"role": "user", "content": request.prompt or ""}
         if work.before is None or request.turn is None or request.turn.anew:
             return [own]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import isfinite
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -13,12 +14,12 @@ from numpy.typing import NDArray
 
 from detdiff.engines.mlx.cache_events import describe, summarise, wraps
 from detdiff.scenario import Capture
-from detdiff.trace import Generated, Lens, Rows, TraceWriter, format_ranges
+from detdiff.trace import Generated, Lens, Rows, TraceWriter, digest_rows, format_ranges
 
 from .digesting import Digester
 from .digests import device_entries, device_rows
 from .entries import Selection, cache_call
-from .forward import DRAFT, TARGET, Forward, ForwardRecord, ForwardRows, as_float32, top
+from .forward import DRAFT, TARGET, Forward, ForwardRecord, ForwardRows, as_float32, memory, top
 from .kernel_plan import NATIVE, TakenPath
 from .sites import Arrays, SiteMap
 
@@ -281,6 +282,25 @@ class Recorder:
         position = self._settings.prompt_lengths[request] - 1 + index
         self._tokens.chosen[request, position] = (index, token)
         self._emit(request, position)
+
+    def choice(self, request: int, index: int, logprobs: mx.array) -> None:
+        """The log-probabilities [V], evaluated, that token ``index`` of a request is chosen from: after its processors."""
+        where = memory(logprobs)
+        ids, values = top(as_float32(logprobs)[None], self._settings.capture.top)
+        # What a processor forbids is minus infinity, which JSON has not.
+        kept = [
+            (token, value)
+            for token, value in zip(ids[0].tolist(), values[0].tolist(), strict=True)
+            if isfinite(value)
+        ]
+        self.event(
+            "choice",
+            request=request,
+            index=index,
+            digest=f"{int(digest_rows(where.numpy()[None], where.dtype)[0]):016x}",
+            top_ids=[token for token, _ in kept],
+            top_logprobs=[value for _, value in kept],
+        )
 
     def event(self, kind: str, **fields: Any) -> None:
         """What the engine or a cache did in the forward that runs, or after the one that ran last."""
