@@ -11,7 +11,7 @@ import pytest
 from import_rules import circles, class_twins, edges, importers, modules, only_forwards
 
 ROOT = Path(__file__).resolve().parent.parent
-HEAVY = {"httpx2", "mlx", "mlx_lm", "numba", "tokenizers", "torch", "transformers", "xllamacpp"}
+HEAVY = {"msgspec", "mlx", "mlx_lm", "numba", "tokenizers", "torch", "transformers", "xllamacpp"}
 
 
 def python(program: str) -> str:
@@ -76,7 +76,7 @@ def test_a_name_that_is_not_public_is_an_attribute_error() -> None:
 
 HOMES = {
     "click": ("cli.py",),
-    "httpx2": ("engines/server/",),
+    "msgspec": ("engines/server/",),
     "mlx": ("engines/mlx/",),
     "mlx_lm": ("engines/mlx/",),
     "tabulate": ("report/text.py",),

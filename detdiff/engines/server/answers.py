@@ -2,34 +2,18 @@
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple, NoReturn
+from functools import cached_property
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from detdiff.engines.function import Generation
 
-_LAST_ID: Final = 2**31 - 1
-_AS_ID: Final = "token_id:"
-_LARGEST: Final = 1e30
-
-Invalid = Callable[[str, str], NoReturn]
-"""Called with what was found and what was expected."""
-
-
-class NamedToken(NamedTuple):
-    """A token as a server names it: by ``id`` where it gives one, its text as ``raw`` bytes, and its log-probability."""
-
-    id: int | None
-    raw: bytes
-    score: float
-
-    @property
-    def key(self) -> int:
-        """The id, else a number of 31 bits of its bytes."""
-        return zlib.crc32(self.raw) & _LAST_ID if self.id is None else self.id
+from .shapes import LAST_ID, AnswerEvent, Invalid, NamedToken, TokenValues, answer_event, json_object
 
 
 @dataclass(eq=False)
@@ -51,155 +35,119 @@ class ServerAnswer:
     counted: int | None = None
     finished: str | None = None
     collided: int = 0
-    name: str | None = None
+    name: str | int | None = None
 
-    def openai(self, event: Mapping[str, Any], now: float) -> None:
+    def openai(self, line: bytes, now: float) -> None:
         """One event of OpenAI's completions or chat, or the whole answer."""
-        name = event.get("id")
-        if isinstance(name, str):
-            if self.name is not None and name != self.name:
+        event = answer_event(line, self.invalid)
+        if event.id is not None and event.id != self.name:
+            if self.name is not None:
                 self.invalid(
-                    f"events of two answers ({self.name!r} and {name!r}) in one stream", "those of one"
+                    f"events of two answers ({self.name!r} and {event.id!r}) in one stream", "those of one"
                 )
-            self.name = name
-        self._usage(event)
-        choices = event.get("choices")
-        if choices is None or choices == []:
+            self.name = event.id
+        if event.usage is not None or event.timings is not None:
+            self._usage(event)
+        if not event.choices:
             return
-        if not isinstance(choices, list) or not isinstance(choices[0], Mapping) or len(choices) != 1:
-            self.invalid(f"the choices {_short(choices)}", "a list of one choice")
-        choice = choices[0]
-        if choice.get("index", 0) != 0:
-            self.invalid(f"a choice with the index {_short(choice.get('index'))}", "the only one, 0")
-        said = choice.get("delta") or choice.get("message") or choice
-        if not isinstance(said, Mapping):
-            self.invalid(f"the message {_short(said)}", "an object")
-        words = [
-            said.get(key)
-            for key in ("reasoning_content", "reasoning", "content", "text")
-            if said.get(key) is not None
-        ]
-        if not all(isinstance(each, str) for each in words):
-            self.invalid(f"the text {_short(words)}", "a string")
-        before = len(self.tokens), len(self.ids)
-        self._scores(choice.get("logprobs"))
-        ids = choice.get("token_ids")
-        if ids is not None:
-            if not isinstance(ids, list):
-                self.invalid(f"the token ids {_short(ids)}", "a list of them")
-            self.ids += [self._id(each) for each in ids]
-        self.text += map(str, words)
-        new = max(len(self.tokens) - before[0], len(self.ids) - before[1], int(any(words)))
+        choice = event.choices[0]
+        if len(event.choices) != 1:
+            self.invalid(f"{len(event.choices)} choices", "one")
+        if choice.index:
+            self.invalid(f"a choice with the index {choice.index}", "the only one, 0")
+        said = choice.delta or choice.message or choice
+        new = 0
+        for words in (said.reasoning_content, said.reasoning, said.content, said.text):
+            if words:
+                self.text.append(words)
+                new = 1
+        if choice.logprobs is not None:
+            new = max(new, self._scores(choice.logprobs))
+        if choice.token_ids is not None:
+            self.ids += choice.token_ids
+            new = max(new, len(choice.token_ids))
         self.came += [now] * new
-        if choice.get("finish_reason") is not None:
-            self.finished = str(choice["finish_reason"])
+        if choice.finish_reason is not None:
+            self.finished = choice.finish_reason
 
-    def _usage(self, event: Mapping[str, Any]) -> None:
-        usage, timings = event.get("usage"), event.get("timings")
-        if isinstance(usage, Mapping):
-            details = usage.get("prompt_tokens_details")
-            if isinstance(details, Mapping) and type(details.get("cached_tokens")) is int:
-                self.cached = details["cached_tokens"]
-            if type(usage.get("completion_tokens")) is int:
-                self.counted = usage["completion_tokens"]
-        if self.cached is None and isinstance(timings, Mapping) and type(timings.get("cache_n")) is int:
-            self.cached = timings["cache_n"]
+    def _usage(self, event: AnswerEvent) -> None:
+        usage, timings = event.usage, event.timings
+        if usage is not None:
+            if usage.prompt_tokens_details is not None:
+                self.cached = usage.prompt_tokens_details.cached_tokens
+            if usage.completion_tokens is not None:
+                self.counted = usage.completion_tokens
+        if self.cached is None and timings is not None:
+            self.cached = timings.cache_n
 
-    def _scores(self, given: Any) -> None:
-        if given is None:
-            return
-        if not isinstance(given, Mapping):
-            self.invalid(f"the log-probabilities {_short(given)}", "an object")
-        if "content" in given:
-            content = given["content"] or []
-            if not isinstance(content, list) or not all(isinstance(each, Mapping) for each in content):
-                self.invalid(
-                    f"the log-probabilities {_short(content)}", "a list of objects, one for each token"
-                )
-            for each in content:
-                if each == {}:
-                    continue
-                self.tokens.append(self._entry(each))
-                tops = each.get("top_logprobs")
-                if tops is not None and not isinstance(tops, list):
-                    self.invalid(f"the top log-probabilities {_short(tops)}", "a list")
-                self.tops.append([self._entry(other) for other in tops or () if isinstance(other, Mapping)])
-            return
-        names, scores, tops = (given.get(key) for key in ("tokens", "token_logprobs", "top_logprobs"))
-        if not isinstance(names, list) or not isinstance(scores, list) or len(names) != len(scores):
+    def _scores(self, given: TokenValues) -> int:
+        """Add the tokens of an event; how many they are."""
+        if given.content is not None:
+            content = [each for each in given.content if each != _NO_TOKEN]
+            self.tokens += content
+            self.tops += [each.top_logprobs or () for each in content]
+            return len(content)
+        names, scores, tops = given.tokens, given.token_logprobs, given.top_logprobs
+        if names is None or scores is None:
+            return 0
+        if len(names) != len(scores):
             self.invalid(
-                f"log-probabilities for {_count(scores)} and {_count(names)}",
+                f"log-probabilities for {len(scores)} entries and {len(names)} entries",
                 "a log-probability for each token",
             )
-        if tops is not None and (not isinstance(tops, list) or len(tops) != len(names)):
+        if tops is not None and len(tops) != len(names):
             self.invalid(
-                f"{_count(tops)} of top log-probabilities for {len(names)} tokens", "one for each token"
+                f"{len(tops)} entries of top log-probabilities for {len(names)} tokens", "one for each token"
             )
-        offsets = given.get("text_offset")
-        if isinstance(offsets, list) and any(
-            isinstance(x, int) and isinstance(y, int) and y < x
-            for x, y in zip(offsets, offsets[1:], strict=False)
-        ):
+        offsets = given.text_offset or ()
+        if any(y < x for x, y in itertools.pairwise(offsets)):
             self.invalid(
                 f"tokens out of order (text offsets {_short(offsets)})", "tokens as they were generated"
             )
-        for place, (name, score) in enumerate(zip(names, scores, strict=True)):
-            self.tokens.append(self._named(name, score))
-            found = (tops or [None] * len(names))[place] or {}
-            if not isinstance(found, Mapping):
-                self.invalid(f"the top log-probabilities {_short(found)}", "an object by token")
-            by_text = [self._named(each, value) for each, value in found.items()]
-            if by_text and len(by_text) < self.top and all(each.id is None for each in by_text):
+        self.tokens += map(NamedToken.of_name, names, scores)
+        for found in tops or [None] * len(names):
+            named = [NamedToken.of_name(*each) for each in (found or {}).items()]
+            if named and len(named) < self.top and all(each.id is None for each in named):
                 self.collided += 1
-            self.tops.append(by_text)
-
-    def _entry(self, given: Mapping[str, Any]) -> NamedToken:
-        name, raw, id = given.get("token"), given.get("bytes"), given.get("id")
-        if id is not None and (name is None or isinstance(name, str)):
-            # What is asked for every token of every answer, and so is read the shortest way.
-            return NamedToken(
-                self._id(id), (name or "").encode("utf-8", "surrogatepass"), self._score(given.get("logprob"))
-            )
-        found = self._named("" if name is None else name, given.get("logprob"))
-        if (
-            isinstance(raw, list)
-            and found.id is None
-            and all(type(each) is int and 0 <= each < 256 for each in raw)
-        ):
-            found = NamedToken(None, bytes(raw), found.score)
-        return found
-
-    def _named(self, name: Any, score: Any) -> NamedToken:
-        if not isinstance(name, str):
-            self.invalid(f"the token {_short(name)}", "its text")
-        value = self._score(score)
-        if name.startswith(_AS_ID) and name[len(_AS_ID) :].isdigit():
-            return NamedToken(self._id(int(name[len(_AS_ID) :])), b"", value)
-        return NamedToken(None, name.encode("utf-8", "surrogatepass"), value)
+            self.tops.append(named)
+        return len(names)
 
     def _id(self, given: Any) -> int:
-        if type(given) is not int or not 0 <= given <= _LAST_ID:
+        if type(given) is not int or not 0 <= given <= LAST_ID:
             self.invalid(f"the token id {_short(given)}", "a whole number from 0")
         return int(given)
 
     def _score(self, given: Any) -> float:
-        number = isinstance(given, int | float) and not isinstance(given, bool)
-        if not number or given != given or abs(given) == float("inf"):
+        if not isinstance(given, int | float) or isinstance(given, bool):
             self.invalid(
                 f"the log-probability {_short(given)} for token {len(self.tokens)}", "a finite number"
             )
-        # What a server computed is a float32, of which JSON holds a decimal.
-        return float(np.float32(given))
+        return given
 
-    def tgi(self, event: Mapping[str, Any], now: float) -> None:
-        """One event of TGI's ``/generate_stream``."""
+    def tgi(self, line: bytes, now: float) -> None:
+        """One event of TGI's ``/generate_stream``, or the whole answer of ``/generate``."""
+        event = json_object(line, self.invalid)
+        if "token" in event:
+            self._tgi_token(event, now)
+            return
+        details = event.get("details")
+        if not isinstance(details, Mapping) or not isinstance(details.get("tokens"), list):
+            self.invalid("an answer without details", "details with tokens")
+        tops = itertools.chain(details.get("top_tokens") or (), itertools.repeat([]))
+        for token, named in zip(details["tokens"], tops, strict=False):
+            self._tgi_token({"token": token, "top_tokens": named}, now)
+        self.finished = str(details.get("finish_reason"))
+
+    def _tgi_token(self, event: Mapping[str, Any], now: float) -> None:
         token = event.get("token")
         if not isinstance(token, Mapping):
             self.invalid(f"the event {_short(event)}", "one with a token")
         index = event.get("index")
         if type(index) is int and index != len(self.tokens) + 1:
             self.invalid(f"token {index} after token {len(self.tokens)}", "tokens in their order, each once")
-        self._own_token(token, now)
+        self.tokens.append(self._own(token))
+        self.text.append(str(token.get("text", "")))
+        self.came.append(now)
         tops = event.get("top_tokens") or []
         if not isinstance(tops, list) or not all(isinstance(each, Mapping) for each in tops):
             self.invalid(f"the top tokens {_short(tops)}", "a list of tokens")
@@ -208,20 +156,14 @@ class ServerAnswer:
             details = event.get("details")
             self.finished = str(details.get("finish_reason")) if isinstance(details, Mapping) else "unknown"
 
-    def _own_token(self, token: Mapping[str, Any], now: float) -> None:
-        self.tokens.append(self._own(token))
-        self.text.append(str(token.get("text", "")))
-        self.came.append(now)
-
     def _own(self, token: Mapping[str, Any]) -> NamedToken:
         return NamedToken(
-            self._id(token.get("id")),
-            str(token.get("text", "")).encode("utf-8", "replace"),
-            self._score(token.get("logprob")),
+            self._score(token.get("logprob")), str(token.get("text", "")), self._id(token.get("id"))
         )
 
-    def sglang(self, event: Mapping[str, Any], now: float) -> None:
+    def sglang(self, line: bytes, now: float) -> None:
         """One event of SGLang's ``/generate``, which holds all tokens so far, or those that are new."""
+        event = json_object(line, self.invalid)
         meta, text = event.get("meta_info"), event.get("text", "")
         if not isinstance(meta, Mapping) or not isinstance(text, str):
             self.invalid(f"the event {_short(event)}", "one with text and meta_info")
@@ -262,19 +204,47 @@ class ServerAnswer:
         if not isinstance(given, list) or len(given) < 2:
             self.invalid(f"the log-probability {_short(given)}", "[log-probability, token id, text]")
         text = given[2] if len(given) > 2 and isinstance(given[2], str) else ""
-        return NamedToken(self._id(given[1]), text.encode("utf-8", "replace"), self._score(given[0]))
+        return NamedToken(self._score(given[0]), text, self._id(given[1]))
 
     @property
     def whole_text(self) -> str:
         return "".join(self.text)
 
+    @cached_property
+    def _keyed(self) -> list[dict[int, NamedToken]]:
+        """The top lists by their tokens' keys."""
+        return [{each.key if each.id is None else each.id: each for each in row} for row in self.tops]
+
+    @cached_property
+    def _numbers(self) -> tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.float32]]:
+        """Log-probabilities [tokens], and keys and log-probabilities [tokens, width] of the top lists."""
+        # What a server computed is a float32, of which JSON holds a decimal.
+        scores = np.array([token.logprob for token in self.tokens], np.float32)
+        named = [each for row in self._keyed for each in row.values()]
+        counts = np.array([len(row) for row in self._keyed], np.int64)
+        width = int(counts.max(initial=0))
+        there = np.arange(width) < counts[:, None]
+        # Places that the server left empty have no score and an id that no model has.
+        ids = np.tile(LAST_ID - np.arange(width), (len(counts), 1))
+        values = np.full((len(counts), width), -np.inf, np.float32)
+        ids[there] = [key for row in self._keyed for key in row]
+        values[there] = [each.logprob for each in named]
+        of_token = np.repeat(np.arange(len(counts)), counts)
+        for what, found, all_named, number in (
+            ("the log-probability", scores, self.tokens, range(len(scores))),
+            ("the top log-probability", values[there], named, of_token),
+        ):
+            for place in np.flatnonzero(~np.isfinite(found)).tolist():
+                self.invalid(
+                    f"{what} {all_named[place].logprob} for token {number[place]}", "a finite number"
+                )
+        return scores, ids, values
+
     @property
     def misnamed(self) -> int:
         """Tokens that are not the likeliest of their own top list, which greedy tokens are."""
-        return sum(
-            bool(tops) and max(each.score for each in tops) > token.score
-            for token, tops in zip(self.tokens, self.tops, strict=False)
-        )
+        scores, _, values = self._numbers
+        return int((values.max(axis=1, initial=-np.inf) > scores[: len(values)]).sum())
 
     def generation(self) -> Generation:
         """The answer as an engine's, by ids where there are any, else by the tokens' bytes, else by text."""
@@ -288,35 +258,27 @@ class ServerAnswer:
         if not self.tokens:
             return Generation(text=self.whole_text)
         keys = self.ids or [token.key for token in self.tokens]
-        # What a server computed is a float32, of which JSON holds a decimal.
-        scores = np.array([token.score for token in self.tokens], np.float32)
-        return Generation(np.array(keys, np.int64), scores, top=self._top())
+        scores, ids, values = self._numbers
+        top = None
+        if self.top >= 2 and any(self.tops):
+            order = np.lexsort((ids, -values), axis=1)[:, : self.top]
+            short = max(0, self.top - order.shape[1])
+            top = (
+                np.pad(np.take_along_axis(ids, order, 1), ((0, 0), (0, short))),
+                np.pad(np.take_along_axis(values, order, 1), ((0, 0), (0, short)), constant_values=-np.inf),
+            )
+            top[0][:, self.top - short :] = LAST_ID - self.top - np.arange(short)
+        return Generation(np.array(keys, np.int64), scores, top=top)
 
-    def _top(self) -> tuple[Any, Any] | None:
-        if self.top < 2 or not any(self.tops):
-            return None
-        ids = np.zeros((len(self.tokens), self.top), np.int64)
-        scores = np.full((len(self.tokens), self.top), -np.inf, np.float32)
-        for place, tops in enumerate(self.tops):
-            best = sorted(
-                {each.key: each for each in tops}.values(), key=lambda each: (-each.score, each.key)
-            )[: self.top]
-            keys = [each.key for each in best]
-            # Places that the server left empty have no score and an id that no model has.
-            keys += [_LAST_ID - n for n in range(self.top - len(keys))]
-            ids[place] = keys
-            scores[place, : len(best)] = [each.score for each in best]
-        return ids, scores
+    def texts(self, known: Container[int]) -> dict[int, str]:
+        """The text of each token id that is not ``known``, as far as the server says it."""
+        named = {key: each for row in self._keyed for key, each in row.items()}
+        named |= zip(self.ids or [each.key for each in self.tokens], self.tokens, strict=False)
+        raws = {key: each.raw for key, each in named.items() if key not in known}
+        return {key: raw.decode("utf-8", "replace") for key, raw in raws.items() if raw}
 
-    def texts(self) -> Iterable[tuple[int, str]]:
-        """The text of each token id, as far as the server says it."""
-        for token, key in zip(self.tokens, self.ids or [each.key for each in self.tokens], strict=False):
-            if token.raw:
-                yield key, token.raw.decode("utf-8", "replace")
-        for tops in self.tops:
-            for token in tops:
-                if token.raw:
-                    yield token.key, token.raw.decode("utf-8", "replace")
+
+_NO_TOKEN = NamedToken()
 
 
 def _short(given: Any) -> str:

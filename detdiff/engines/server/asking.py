@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,14 +40,16 @@ class Asking:
             "tgi": ("/generate_stream" if streams else "/generate", answer.tgi),
         }[shape]
         if streams:
-            ends = shape == "tgi" or not kind.says_done
-            for event in self.client.events(path, body, lambda event: ends and answer.finished is not None):
-                read(event, time.perf_counter())
+            events, done = self.client.events(path, body)
+            with self.client.reading:
+                for at, line in events:
+                    read(line, at)
+            # Those that do not say that a stream is done say it of the answer.
+            if not done and (answer.finished is None or (kind.says_done and shape != "tgi")):
+                self.client.cut()
         else:
             found = self.client.post(path, body)
-            now = time.perf_counter()
-            for event in _whole(found, shape, self.client):
-                read(event, now)
+            read(found, time.perf_counter())
         if answer.finished is None:
             self.client.invalid("an answer without a reason why it ended", "a finish_reason")
         return answer
@@ -143,23 +144,3 @@ def messages_of(prompt: str) -> list[Any]:
         ):
             return found
     return [{"role": "user", "content": prompt}]
-
-
-def _whole(found: Any, shape: str, client: ServerClient) -> list[Mapping[str, Any]]:
-    """A whole answer as the events of a stream."""
-    given = found[0] if isinstance(found, list) and found else found
-    if not isinstance(given, Mapping):
-        client.invalid(f"the answer {str(found)[:80]!r}", "an object")
-    if shape != "tgi":
-        return [given]
-    details = given.get("details")
-    if not isinstance(details, Mapping) or not isinstance(details.get("tokens"), list):
-        client.invalid("an answer without details", "details with tokens")
-    tokens, tops = details["tokens"], details.get("top_tokens") or []
-    events: list[dict[str, Any]] = [
-        {"token": token, "top_tokens": tops[place] if place < len(tops) else []}
-        for place, token in enumerate(tokens)
-    ]
-    if events:
-        events[-1] |= {"generated_text": given.get("generated_text", ""), "details": details}
-    return list(events)

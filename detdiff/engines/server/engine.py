@@ -75,7 +75,7 @@ class ServerEngine:
                     f"{self._address.root}{path} answered with the status {status}: it wants a token, or another one. Name the "
                     "environment variable that holds it with engine.token_env=NAME."
                 )
-            return status, {name.lower(): value for name, value in headers.items()}, found
+            return status, headers, found
 
         return detect(ask, self._own.kind)
 
@@ -101,7 +101,7 @@ class ServerEngine:
         return {**named, "version": found.version} if found.version else named
 
     def environment(self) -> dict[str, Any]:
-        return {**base.machine(), "httpx2": base.version("httpx2")}
+        return base.machine()
 
     def lacks(self, capability: str) -> str:
         if capability == base.TEXT:
@@ -123,7 +123,7 @@ class ServerEngine:
         body: dict[str, Any] = {"content": text, "add_special": True}
         if self.kind.name != "llama.cpp":
             body = {"model": self._model, "prompt": text, "add_special_tokens": True}
-        found = self._client.post(self.kind.tokenize, body)
+        found = self._client.post_json(self.kind.tokenize, body)
         tokens = found.get("tokens") if isinstance(found, Mapping) else None
         if not isinstance(tokens, list) or not all(type(each) is int and each >= 0 for each in tokens):
             self._client.invalid(
@@ -172,7 +172,7 @@ class ServerEngine:
 
     def reset(self) -> None:
         """Have the server forget what it cached."""
-        self._client.post_empty(self.kind.reset)
+        self._client.post(self.kind.reset, {})
 
     def run(self, scenario: Scenario, begin: Begin, options: RunOptions) -> Mapping[str, Any]:
         """See `base.Engine.run`. Raises ServerUnreachable, ServerRefused, ServerAnswerInvalid and EngineAnswerInvalid; what was
@@ -214,8 +214,7 @@ class ServerEngine:
 
     def learn(self, found: ServerAnswer) -> None:
         """Remember the texts of an answer's token ids."""
-        for key, text in found.texts():
-            self._texts.setdefault(key, text)
+        self._texts |= found.texts(self._texts)
 
     def text(self, token: int) -> str:
         return self._texts.get(token, "")

@@ -105,9 +105,9 @@ def evidence(batches: Sequence[Sequence[Sequence[float]]], by: str, *, every: bo
             met = False
         for n, span in enumerate(known):
             others = [
-                other for m, other in enumerate(known) if m != n and other[0] < span[1] and span[0] < other[1]
+                m for m, other in enumerate(known) if m != n and other[0] < span[1] and span[0] < other[1]
             ]
-            pairs += sum(other > span for other in others)
+            pairs += sum(m > n for m in others)
             if len(batch) > 1 and not others:
                 met = False
         events = sorted((edge, kind) for first, last in known for edge, kind in ((first, 1), (last, -1)))
