@@ -306,6 +306,10 @@ class GeneratedError(TraceError):
     """A generated token names what does not exist, or its top logits are not in order."""
 
 
+class EmbeddingError(TraceError):
+    """An embedding is of a request that does not exist or has one already, or its width is another."""
+
+
 class ValueRowsError(TraceError):
     """A value's rows are not ascending rows of its own table."""
 

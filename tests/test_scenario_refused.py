@@ -105,7 +105,7 @@ REFUSED: list[tuple[dict[str, Any], type[ScenarioError], str]] = [
     (
         minimal(zzzzz=3),
         ScenarioKeyUnknown,
-        "the known ones are model, adapter_path, engine, schedule, layout",
+        "the known ones are model, adapter_path, engine, task, pooling, schedule, layout",
     ),
     (minimal(request=[{"promt": "a"}]), ScenarioKeyUnknown, "case: request 1: .* did you mean 'prompt'"),
     (minimal(request=[{"prompt": "a", "layout": "packed"}]), ScenarioKeyUnknown, "request 1: .*'layout'"),

@@ -212,16 +212,20 @@ class RequestAnswer:
         scores = request.scores()
         if stage is None and scores is not None and scores.differing and not self._done.ports.names:
             stage = "bits"
+        embedding = request.embedding()
+        if stage is None and embedding is not None and embedding.differing:
+            stage = "bits"
         if stage is None and request.flip is not None:
             stage = "tokens"
         not_finite = request.not_finite()
+        finite = not not_finite and (embedding is None or embedding.max_abs is not None)
         flip = None if request.flip is None else self._flip(request, rows)
         forward = None
         if flip is not None and len(rows) and "forwards" not in (*self._runs.a.lacks, *self._runs.b.lacks):
             forward = self._flip_forward(request, flip, rows)
         return RequestDivergence(
             id=request.id,
-            identical=stage is None and request.cut is None and not pairs.lacking[number] and not not_finite,
+            identical=stage is None and request.cut is None and not pairs.lacking[number] and finite,
             stage=stage,
             prompt_tokens=request.prompt,
             generated_a=len(request.steps_a),
@@ -249,6 +253,8 @@ class RequestAnswer:
             logits_equal=self._logits_equal(request, rows),
             not_finite=not_finite,
             first_site=self._first_site(rows) if self._done.across_models else None,
+            scored=request.scored(),
+            embedding=embedding,
         )
 
     def _logits_equal(self, request: RequestPair, rows: Int64) -> bool | None:

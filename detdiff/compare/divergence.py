@@ -207,6 +207,36 @@ class ScoreDifference:
 
 
 @dataclass(frozen=True)
+class ScoredText:
+    """The log-probabilities of a text's ``tokens`` given tokens, where both runs scored.
+
+    ``a`` and ``b`` are their sums, ``likeliest_a`` and ``likeliest_b`` count those that no other token is above; ``max_abs`` is
+    the largest difference, that of token ``index`` (None where none differs).
+    """
+
+    tokens: int
+    a: float
+    b: float
+    likeliest_a: int
+    likeliest_b: int
+    max_abs: float
+    index: int | None
+
+
+@dataclass(frozen=True)
+class EmbeddingDifference:
+    """A request's vectors of ``width`` numbers, of which ``differing`` are not bit-equal; ``max_abs`` and ``cosine`` are None
+    where not all are finite."""
+
+    width: int
+    differing: int
+    max_abs: float | None
+    cosine: float | None
+    not_finite_a: int
+    not_finite_b: int
+
+
+@dataclass(frozen=True)
 class NotFiniteLogits:
     """The first token of a run whose logits are not finite, and how many of those recorded are NaN and infinite."""
 
@@ -428,7 +458,8 @@ class RequestDivergence:
     unless the origin lies in a prompt; ``forced`` is None unless a run was fed given tokens. Rows are the target's;
     those of a draft model are in ``draft``, and ``origin`` is the draft's where the target has none. ``text`` is where texts
     differ of a request without token ids. ``logits_equal`` says that the logits of the flip's row are bit-equal, so that the
-    token was only chosen otherwise; None where that is not known. ``first_site`` is given across models alone.
+    token was only chosen otherwise; None where that is not known. ``first_site`` is given across models alone. ``scored`` and
+    ``embedding`` are given where both runs score, or embed.
     """
 
     id: str
@@ -458,6 +489,8 @@ class RequestDivergence:
     logits_equal: bool | None = None
     not_finite: tuple[NotFiniteLogits, ...] = ()
     first_site: SiteDifference | None = None
+    scored: ScoredText | None = None
+    embedding: EmbeddingDifference | None = None
 
 
 @dataclass(frozen=True)

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from detdiff.errors import NothingComparable
+from detdiff.scenario import EMBED, GENERATE, SCORE
 from detdiff.scenario.sampling import same_choice
 from detdiff.trace import PHASES, Generated, Trace
 
-from .divergence import Finding, NotCompared, NotFiniteLogits, ScoreDifference, TextFlip
+from .divergence import (
+    EmbeddingDifference,
+    Finding,
+    NotCompared,
+    NotFiniteLogits,
+    ScoreDifference,
+    ScoredText,
+    TextFlip,
+)
 from .metrics import Values, measure
 
 NO_LIMIT: Final = 1 << 31
@@ -83,7 +92,8 @@ class RequestPair:
 
     ``flip`` is the first differing index or None, ``kind`` its kind, ``at`` the position of the row that chose it
     (NO_LIMIT without a flip) and ``limit`` the last position whose rows are compared: ``at``, since rows after it saw
-    other tokens, unless a run was ``forced`` to tokens. ``cut`` says why the end was not compared, or None.
+    other tokens, unless a run was ``forced`` to tokens. ``cut`` says why the end was not compared, or None. ``scoring`` says that
+    the tokens were given; ``vectors`` are the request's embeddings, float32 [width] each.
     """
 
     id: str
@@ -99,6 +109,8 @@ class RequestPair:
     forced: bool
     cut: str | None
     text: TextFlip | None = None
+    scoring: bool = False
+    vectors: tuple[NDArray[np.float32], NDArray[np.float32]] | None = None
 
     @property
     def common(self) -> int:
@@ -129,6 +141,44 @@ class RequestPair:
             max_abs=found.max_abs,
             max_ulp=found.max_ulp,
             dtype=dtype,
+        )
+
+    def scored(self) -> ScoredText | None:
+        """The log-probabilities of the given tokens; None where none were given."""
+        if not self.scoring or not self.common:
+            return None
+        given, likeliest = [], []
+        for steps in (self.steps_a, self.steps_b):
+            mine = steps.top_ids[: self.common] == steps.token[: self.common, None]
+            given.append(steps.top_logits[: self.common][mine].astype(np.float64))
+            likeliest.append(int((given[-1] >= steps.top_logits[: self.common, 0]).sum()))
+        moved = np.abs(given[0] - given[1])
+        at = int(np.nanargmax(moved)) if np.isfinite(moved).any() else 0
+        return ScoredText(
+            tokens=self.common,
+            a=float(given[0].sum()),
+            b=float(given[1].sum()),
+            likeliest_a=likeliest[0],
+            likeliest_b=likeliest[1],
+            max_abs=float(moved[at]),
+            index=at if moved[at] > 0 else None,
+        )
+
+    def embedding(self) -> EmbeddingDifference | None:
+        """How far the request's vectors are apart; None without them."""
+        if self.vectors is None:
+            return None
+        a, b = self.vectors
+        found = measure(Values(a, "F32"), Values(b, "F32"))
+        not_finite = [int((~np.isfinite(each)).sum()) for each in (a, b)]
+        whole = not any(not_finite)
+        return EmbeddingDifference(
+            width=len(a),
+            differing=int((a.view(np.uint32) != b.view(np.uint32)).sum()),
+            max_abs=found.max_abs if whole else None,
+            cosine=min(1.0, found.cosine) if whole and found.cosine is not None else None,
+            not_finite_a=not_finite[0],
+            not_finite_b=not_finite[1],
         )
 
     def scores_at_flip(self) -> bool | None:
@@ -203,7 +253,14 @@ def pair_requests(
         {r["id"]: number for number, r in enumerate(trace.requests) if only is None or r["id"] in only}
         for trace in (b, a)
     )
+    tasks = [trace.scenario.get("task", GENERATE) for trace in (a, b)]
+    if tasks[0] != tasks[1]:
+        raise NothingComparable(
+            f"Run a ({a.path}) has the task {tasks[0]} and run b ({b.path}) the task {tasks[1]}; expected one task in both. Record both "
+            "runs with the same task."
+        )
     generated_a, generated_b = a.generated(lens=False), b.generated(lens=False)
+    vectors = [_vectors(trace) for trace in (a, b)]
     textual = all("tokens" in trace.lacks for trace in (a, b))
     forced = was_forced(a) or was_forced(b)
     pairs: list[RequestPair] = []
@@ -229,15 +286,24 @@ def pair_requests(
         limit = _last_fed_alike(a, b, (number, of_b[id]), at) if forced else at
         prompt = len(asked_a["tokens"])
         text = _text_flip(steps_a, steps_b, flip) if textual else None
-        pairs.append(
-            RequestPair(
-                id, number, of_b[id], prompt, steps_a, steps_b, flip, kind, at, limit, forced, cut, text
-            )
+        pair = RequestPair(
+            id, number, of_b[id], prompt, steps_a, steps_b, flip, kind, at, limit, forced, cut, text
         )
+        both = vectors[0].get(number), vectors[1].get(of_b[id])
+        if both[0] is not None and both[1] is not None and both[0].shape == both[1].shape:
+            pair = replace(pair, vectors=(both[0], both[1]))
+        elif tasks[0] == EMBED:
+            pair = replace(pair, cut="not both runs have a vector of it, or of the same width")
+        pairs.append(replace(pair, scoring=tasks[0] == SCORE))
     left_out += [NotCompared(id, "only run b has it") for id in of_b if id not in of_a]
     if not pairs:
         raise NothingComparable(_no_request(a, b, left_out))
     return Pairing(tuple(pairs), tuple(left_out), tuple(workload))
+
+
+def _vectors(trace: Trace) -> dict[int, NDArray[np.float32]]:
+    found = trace.embeddings()
+    return dict(zip(found.request.tolist(), found.vector, strict=True))
 
 
 def _text_flip(a: Steps, b: Steps, flip: int | None) -> TextFlip | None:

@@ -54,6 +54,8 @@ STATIC: Final = "static"
 CONTINUOUS: Final = "continuous"
 PREFILL_CHUNK: Final = "prefill_chunk"
 TEXT: Final = "text"
+SCORES: Final = "scores"
+EMBEDS: Final = "embeds"
 # Where it is.
 ADDRESS: Final = "address"
 

@@ -17,6 +17,7 @@ from typing import Any
 from detdiff.compare import Divergence, RequestDivergence, compare
 from detdiff.engines.base import Engine, RunOptions
 from detdiff.engines.registry import DEFAULT, as_engine, open_engine, same_engine
+from detdiff.engines.tasks import check_task
 from detdiff.errors import EngineUnusable, ReplayError
 from detdiff.scenario import Scenario
 from detdiff.trace import Trace, TraceWriter
@@ -37,6 +38,7 @@ def record(
     """
     options = options or RunOptions()
     opened = open_engine(scenario) if engine is None else _engine(engine)
+    check_task(scenario, opened)
     opened.check(scenario)
     with ExitStack() as stack:
 

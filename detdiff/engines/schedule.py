@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from detdiff.errors import ContextExceeded, ForcedTokensMissing, NothingToCheck, TokenOutOfRange
-from detdiff.scenario import Scenario, Schedule
+from detdiff.scenario import EMBED, GENERATE, SCORE, Request, Scenario, Schedule
 from detdiff.trace import Trace
 
 OnToken = Callable[[int, int, int], None]  # request index, token index, token id
@@ -37,6 +37,9 @@ class Work:
 
     ``before`` is the turn that it goes on from; ``prompt``, the conversation up to its own answer, is then what ``conversation``
     gives once that is over. ``cancel`` is after how many tokens it is cancelled.
+
+    ``scored`` are given tokens after the prompt, whose log-probabilities are asked for. Nothing is generated then, nor where
+    prompts are embedded.
     """
 
     index: int
@@ -55,9 +58,23 @@ class Work:
     """Functions that change the logits before the sampler chooses."""
     stop_sequences: tuple[tuple[int, ...], ...] = ()
     """Runs of tokens that end the answer, beside the single ones of ``stop``."""
+    scored: tuple[int, ...] = ()
+    task: str = GENERATE
+
+    @property
+    def given(self) -> tuple[int, ...]:
+        """The tokens of the rows that are known beforehand. No row is needed for the last scored token."""
+        return self.prompt + self.scored[:-1]
+
+    @property
+    def decoding(self) -> bool:
+        """Whether the next row's token is one that was generated."""
+        return bool(self.generated) and self.task == GENERATE
 
     @property
     def finished(self) -> bool:
+        if self.task == EMBED:
+            return self.done >= len(self.prompt)
         return bool(self.generated) and (
             len(self.generated) >= self.max_tokens
             or self.generated[-1] in self.stop
@@ -85,6 +102,11 @@ class Work:
         own = getattr(self.sampler, "own", None)
         on_token(self.index, index, token if own is None else own(index))
         self.generated.append(token)
+
+    def score(self, rows: int, on_token: OnToken) -> None:
+        """So many rows more have answered: the next scored tokens are done."""
+        for token in self.scored[len(self.generated) : len(self.generated) + rows]:
+            self.answer(token, on_token)
 
 
 def by_arrival(work: Iterable[Work]) -> list[Work]:
@@ -122,22 +144,23 @@ def allot(active: Sequence[Work], schedule: Schedule, drafts: int | None = None)
     left = schedule.row_budget if schedule.row_budget is not None else 1 << 40
     found: list[Allotment] = []
     for work in active:
-        if work.generated:
+        if work.decoding:
             rows = min(left, 1 if drafts is None else min(drafts, work.max_tokens - len(work.generated)))
             found += [Allotment(work, rows)] if rows else []
             left -= rows
     for work in active:
-        if not work.generated:
-            rows = min(left, schedule.prefill_chunk, len(work.prompt) - work.done)
+        if not work.decoding:
+            rows = min(left, schedule.prefill_chunk, len(work.given) - work.done)
             found += [Allotment(work, rows)] if rows else []
             left -= rows
     return found
 
 
 def prompt_share(work: Work, rows: int) -> Share:
-    """The next ``rows`` of a prompt; its last row answers."""
+    """The next ``rows`` of a prompt; its last row answers, and each row before a scored token does."""
     end = work.done + rows
-    return Share(work, work.done, work.prompt[work.done : end], int(end == len(work.prompt)), "prefill")
+    answers = min(rows, max(0, end - len(work.prompt) + 1))
+    return Share(work, work.done, work.given[work.done : end], answers, "prefill")
 
 
 def forced_tokens(work: Sequence[Work], path: str) -> list[list[int]]:
@@ -175,30 +198,78 @@ def forced_tokens(work: Sequence[Work], path: str) -> list[list[int]]:
 
 
 def prompt_tokens(
-    scenario: Scenario, encode: Callable[[str, bool], list[int]], vocabulary: int, context: int | None
+    scenario: Scenario, encode: Callable[[str, bool], list[int]], vocabulary: int | None, context: int | None
 ) -> list[tuple[int, ...]]:
-    """Each request's prompt as token ids, which fit a vocabulary of so many ids and, with the answer, a context.
+    """Each request's prompt as token ids. Raises what ``request_tokens`` raises."""
 
-    Raises NothingToCheck, TokenOutOfRange, ContextExceeded, and what ``encode(text, chat)`` raises.
+    def ids(request: Request, text: str) -> list[int]:
+        return encode(text, request.chat)
+
+    return [prompt for prompt, _ in request_tokens(scenario, ids, vocabulary, context)]
+
+
+def request_tokens(
+    scenario: Scenario,
+    encode: Callable[[Request, str], list[int]],
+    vocabulary: int | None,
+    context: int | None,
+) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Each request's prompt as token ids, and those that are scored after it; a later turn has none yet.
+
+    They are ids of a vocabulary of so many and, with the answer, fit a context. Raises NothingToCheck, TokenOutOfRange,
+    ContextExceeded, and what ``encode(request, text)`` raises.
     """
-    found = []
+    found: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
     for request in scenario.requests:
-        tokens = tuple(
-            request.tokens if request.tokens is not None else encode(request.prompt or "", request.chat)
-        )
+        if request.turn is not None:
+            # A later turn's prompt is known once the turn before is over.
+            found.append(((), ()))
+            continue
+        tokens, first = _encoded(request, encode)
         if not tokens:
             raise NothingToCheck(
                 f"The prompt of request {request.id!r} becomes no token at all; expected one at least. Give it some text."
             )
-        if max(tokens) >= vocabulary:
+        if vocabulary is not None and max(tokens) >= vocabulary:
             raise TokenOutOfRange(
-                f"Request {request.id!r} has the token id {max(tokens)}; the model's vocabulary has {vocabulary} ids. "
-                "Correct the tokens, or name the model they are from."
+                f"Request {request.id!r} has the token id {max(tokens)}; the model's vocabulary has {vocabulary} ids, "
+                f"0 to {vocabulary - 1}. Correct the tokens, or name the model they are from."
             )
-        if context is not None and len(tokens) + request.max_tokens > context:
+        if scenario.task == SCORE and first >= len(tokens):
+            raise NothingToCheck(
+                f"Request {request.id!r} has {len(tokens)} tokens, and those from position {first} on are to be scored; expected "
+                "one at least. Give it a longer text, or lower score_from."
+            )
+        more = request.max_tokens if scenario.task == GENERATE else 0
+        if context is not None and len(tokens) + more > context:
             raise ContextExceeded(
-                f"Request {request.id!r} has {len(tokens)} prompt tokens and asks for {request.max_tokens} more; the model's "
-                f"context is {context}. Shorten the prompt, or lower max_tokens."
+                f"Request {request.id!r} has {len(tokens)} prompt tokens and asks for {more} more; the "
+                f"model's context is {context}. Shorten the prompt"
+                + (
+                    f", or lower max_tokens to at most {context - len(tokens)}."
+                    if context > len(tokens)
+                    else "."
+                )
             )
-        found.append(tokens)
+        scored = tokens[first:] if scenario.task == SCORE else ()
+        found.append((tokens[: len(tokens) - len(scored)], scored))
     return found
+
+
+def _encoded(request: Request, encode: Callable[[Request, str], list[int]]) -> tuple[tuple[int, ...], int]:
+    """A request's tokens, and the position of the first that could be scored.
+
+    A continuation is tokenised together with its prompt, as a model would be given it; what the prompt alone has otherwise
+    at its end counts as the continuation's.
+    """
+    if request.tokens is not None:
+        return request.tokens, request.score_from
+    prompt = tuple(encode(request, request.prompt or ""))
+    if request.continuation is None:
+        return prompt, request.score_from
+    tokens = tuple(encode(request, (request.prompt or "") + request.continuation))
+    same = next(
+        (n for n, (x, y) in enumerate(zip(prompt, tokens, strict=False)) if x != y),
+        min(len(prompt), len(tokens)),
+    )
+    return tokens, max(1, same)

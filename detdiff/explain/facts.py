@@ -63,13 +63,13 @@ class RecordedFacts:
     """What both traces say beyond what comparing says.
 
     ``quantised_a`` and ``quantised_b`` are (position, last forward before it) of each quantisation of a cache, in order.
-    ``not_finite`` lists (run, request id, generated index) of the first token in each run that was chosen from logits with
-    a NaN or an infinite top. ``unknown`` has the class of each layer's cache of which nothing is known, by layer, of either run.
+    ``not_finite`` lists (run, request id, index) of the first token in each run that was chosen from logits with
+    a NaN or an infinite top, or with None for the index of the first embedding that is not finite. ``unknown`` has the class of each layer's cache of which nothing is known, by layer, of either run.
     """
 
     quantised_a: tuple[tuple[int, int], ...] = ()
     quantised_b: tuple[tuple[int, int], ...] = ()
-    not_finite: tuple[tuple[str, str, int], ...] = ()
+    not_finite: tuple[tuple[str, str, int | None], ...] = ()
     unknown: Mapping[int, str] = field(default_factory=dict)
     answers: AnswerDifferences | None = None
     """Of runs that a server answered."""
@@ -125,7 +125,18 @@ def _unknown(trace: Trace) -> dict[int, str]:
     return found
 
 
-def _not_finite(run: str, trace: Trace) -> Iterator[tuple[str, str, int]]:
+def where_not_finite(run: str, request: str, index: int | None) -> str:
+    """One of RecordedFacts.not_finite in a clause."""
+    if index is None:
+        return f"in run {run}, the embedding of {request} has a NaN or an infinity"
+    return f"in run {run}, token {index} of {request} was chosen from logits with a NaN or an infinity"
+
+
+def _not_finite(run: str, trace: Trace) -> Iterator[tuple[str, str, int | None]]:
+    embeddings = trace.embeddings()
+    bad = np.flatnonzero(~np.isfinite(embeddings.vector).all(axis=1)).tolist()
+    if bad:
+        yield run, str(trace.requests[int(embeddings.request[bad[0]])]["id"]), None
     generated = trace.generated(lens=False)
     if not generated.top_logits.size:
         return
@@ -384,7 +395,7 @@ def _evidence(facts: Facts) -> Iterator[Evidence]:
     for run, request, index in facts.recorded.not_finite:
         yield Evidence(
             "not_finite",
-            f"in run {run}, token {index} of {request} was chosen from logits that are not finite",
+            where_not_finite(run, request, index),
             {"run": run, "request": request, "index": index},
         )
     if facts.origin is not None and facts.first is not None:

@@ -11,7 +11,7 @@ from .controls.oracle import OracleFigures
 from .controls.pin_kernels import PinKernelsFigures
 from .controls.repeat import RepeatFigures
 from .controls.roles import RolesFigures
-from .facts import Facts, rows_seen, seen
+from .facts import Facts, rows_seen, seen, where_not_finite
 
 PROBED: Final = frozenset({"mlx", "transformers"})
 """Engines whose operations ``detdiff probe`` runs."""
@@ -113,11 +113,7 @@ def say_not_finite(facts: Facts) -> str:
     if found is not None:
         row = "a row of padding" if found["padding"] else "a real row"
         return f"A value that is not finite, first in {row}: {found['said']}. {same}"
-    run, request, index = facts.recorded.not_finite[0]
-    return (
-        f"A value that is not finite: in run {run}, token {index} of {request} was chosen from logits with a NaN or an infinity. "
-        f"{same}"
-    )
+    return f"A value that is not finite: {where_not_finite(*facts.recorded.not_finite[0])}. {same}"
 
 
 def _roles(facts: Facts) -> RolesFigures:

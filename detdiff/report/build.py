@@ -98,6 +98,8 @@ def _differences(divergence: Divergence, verdict: Verdict | None, series: Series
             flip.prose(
                 f"{name}: diverges in {request.stage}; another text from character {request.text.index} on"
             )
+        elif request.scored is not None or request.embedding is not None:
+            flip.prose(f"{name}: diverges in {request.stage}")
         elif request.flip is None:
             tokens = count(min(request.generated_a, request.generated_b), "generated token")
             flip.prose(f"{name}: diverges in {request.stage}; no flip within its {tokens}")
@@ -125,7 +127,8 @@ def _differences(divergence: Divergence, verdict: Verdict | None, series: Series
     lacking_lines(origin, divergence, "sites", "inputs", "rows_seen", "kernel_paths")
     lacking_lines(carried, divergence, "cache")
     flips = any(request.flip is not None or request.text is not None for request in diverged)
-    title = "The flip" if flips else "No token flips"
+    given = any(each.scored is not None or each.embedding is not None for each in diverged)
+    title = "The flip" if flips else "What came out" if given else "No token flips"
     return [
         Section("flip", title, flip.blocks),
         Section("roles", "By role", roles.blocks),

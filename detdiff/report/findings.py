@@ -115,12 +115,30 @@ def _enough(verdict: Verdict | None) -> str:
     return f"; of {of} path changes {len(found)} {enough} for {named(target)}, {first} {named(str(site))} in forward {forward}"
 
 
+def _moved(divergence: Divergence) -> str:
+    """How far log-probabilities of given tokens, or vectors, are apart."""
+    scored = [each.scored.max_abs for each in divergence.requests if each.scored is not None]
+    if scored:
+        return f" and log-probabilities of given tokens move by at most {number(max(scored))}"
+    cosines = [
+        each.embedding.cosine
+        for each in divergence.requests
+        if each.embedding is not None and each.embedding.cosine is not None
+    ]
+    return (
+        f" and the least cosine of two embeddings is {min(cosines):.9g}"
+        if cosines
+        else " and embeddings are not finite"
+    )
+
+
 def _diverged(divergence: Divergence) -> str:
     flipped = [each for each in divergence.requests if each.flip is not None or each.text is not None]
     if not flipped:
         scores = any(each.scores is not None and each.scores.differing for each in divergence.requests)
         bits = "bits differ" if divergence.compared.differing or scores else "no compared bit differs"
-        return f"{bits} and no token flips"
+        generates = not any(each.scored or each.embedding for each in divergence.requests)
+        return f"{bits} and no token flips" if generates else f"{bits}{_moved(divergence)}"
     first = flipped[0]
     more = ", and 1 more request flips" if len(flipped) == 2 else ""
     if len(flipped) > 2:
@@ -270,6 +288,29 @@ def outcome_lines(page: Page, request: RequestDivergence) -> None:
         page.item(
             "  scores: ",
             f"{scores.differing:,} of {scores.compared:,} of equal tokens differ{distance(scores.max_abs, scores.max_ulp, scores.dtype)}{first}",
+        )
+    scored = request.scored
+    if scored is not None:
+        apart = (
+            ""
+            if scored.index is None
+            else f"; most apart by {number(scored.max_abs)}, at token {scored.index}"
+        )
+        page.item(
+            f"  log-probability of the {count(scored.tokens, 'given token')}: ",
+            f"{number(scored.a)} in a and {number(scored.b)} in b{apart}; the likeliest in {scored.likeliest_a} places in a, {scored.likeliest_b} in b",
+        )
+    vectors = request.embedding
+    if vectors is not None and vectors.differing:
+        wrong = vectors.not_finite_a or vectors.not_finite_b
+        page.item(
+            "  embedding: ",
+            f"{vectors.differing:,} of {vectors.width:,} numbers differ"
+            + (
+                f"; {vectors.not_finite_a:,} are not finite in a, {vectors.not_finite_b:,} in b"
+                if wrong
+                else f", by at most {number(vectors.max_abs)}; cosine {vectors.cosine:.9g}"
+            ),
         )
     for each in request.not_finite:
         page.item(

@@ -481,6 +481,17 @@ def _flipped_fact(request: RequestDivergence) -> PageFact:
     if text is not None:
         what, where = f"{shown(text.a)} → {shown(text.b)}", f"character {text.index} of {named(request.id)}"
         return PageFact("flip", "Flipped", what, (where,))
+    if flip is None and request.scored is not None:
+        scored = request.scored
+        return PageFact(
+            "flip",
+            "Log-probability",
+            f"{number(scored.a)} → {number(scored.b)}",
+            (f"{count(scored.tokens, 'given token')} of {named(request.id)}",),
+        )
+    if flip is None and request.embedding is not None:
+        vectors = request.embedding
+        return PageFact("flip", "Embedding", f"{vectors.differing:,} of {vectors.width:,} numbers differ", ())
     if flip is None:
         generated = min(request.generated_a, request.generated_b)
         return PageFact("flip", "No flip", f"{count(generated, 'generated token')} alike", ())

@@ -4,8 +4,11 @@ from detdiff.scenario.keys import nearest, parse_flags, toml_text
 from detdiff.scenario.sampling import Sampling
 from detdiff.scenario.scenario import Scenario, is_address, located
 from detdiff.scenario.settings import (
+    EMBED,
+    GENERATE,
     LAYOUTS,
     SCHEDULES,
+    SCORE,
     CachePlan,
     Capture,
     KernelPlan,
@@ -17,8 +20,11 @@ from detdiff.scenario.settings import (
 )
 
 __all__ = [
+    "EMBED",
+    "GENERATE",
     "LAYOUTS",
     "SCHEDULES",
+    "SCORE",
     "CachePlan",
     "Capture",
     "KernelPlan",

@@ -152,6 +152,7 @@ TABLES = Kind("a list of tables", _tuple_of(lambda v: isinstance(v, Mapping)), s
 
 
 _ALWAYS_WRITTEN = ("temperature", "top_p", "seed")
+_SCORING = ("task", "pooling", "continuation", "score_from")
 
 
 @dataclass(frozen=True)
@@ -183,8 +184,10 @@ class Key:
     @property
     def sparse(self) -> bool:
         """Whether it is written only where it is not at its default."""
-        return self.part in ("cache", "turn") or (
-            self.part == "sampling" and self.name not in _ALWAYS_WRITTEN
+        return (
+            self.part in ("cache", "turn")
+            or self.name in _SCORING
+            or (self.part == "sampling" and self.name not in _ALWAYS_WRITTEN)
         )
 
 
@@ -209,6 +212,9 @@ model            | model    | model                  |                          
 adapter_path     | model    | adapter_path           |                                  | none             | a directory with mlx-lm's `adapter_config.json` and `adapters.safetensors`, LoRA or DoRA, which the model is loaded with
 # Engine
 engine           | engine   | engine                 |                                  | `mlx`            | what runs the requests: `mlx`, `transformers`, `llama.cpp`, `server` (which an address as `model` means by itself), the name of an installed engine, or a factory of your own as `package.module:factory`; as a table, `name` and free keys, which the engine is given
+# Task
+task             | text     | task                   |                                  | `generate`       | `generate`: continue each prompt. `score`: the log-probabilities of given tokens, from forwards over whole texts; nothing is generated. `embed`: one vector for each prompt
+pooling          | text     | pooling                | task=generate task=score         | `mean`           | what of the last hidden states is a prompt's vector: the `mean` of its own positions, the `first` or the `last`; for `embed`
 # Schedule
 schedule         | text     | schedule.kind          |                                  | `serial`         | `serial`: one request after the other. `static`: all at once. `continuous`: each at its arrival
 layout           | text     | schedule.layout        |                                  | `padded`         | `padded`: batch × length, as mlx-lm does. `packed`: all rows of all requests on one axis, which is what llama.cpp has without being asked
@@ -246,6 +252,8 @@ id               | text     | id                     |                          
 prompt           | text     | prompt                 |                                  | one of `prompt`, `tokens`, `messages` | text, which goes through the model's tokenizer
 tokens           | integers | tokens                 |                                  | one of `prompt`, `tokens`, `messages` | token ids, such as `[1, 2, 3]`
 messages         | objects  | messages               |                                  | one of `prompt`, `tokens`, `messages` | in the place of a prompt: the turns of a chat, each a table such as `{role = "user", content = "Hello"}`, which go through the model's chat template
+continuation     | text     | continuation           | task=generate task=embed         | off              | text after the prompt, whose tokens are scored; for `score`
+score_from       | integer  | score_from             | task=generate task=embed         | 1                | the position of the first token that is scored, where there is no `continuation`; for `score`
 arrival          | integer  | arrival                | schedule=static                  | 0                | the forward at which the request arrives, from 0; with `static` only 0
 cancel           | integer  | cancel                 |                                  | off              | after how many tokens the request is cancelled
 # Turns
@@ -307,7 +315,7 @@ def _of(*sections: str) -> dict[str, Key]:
 
 
 RUN_KEYS: Mapping[str, Key] = _of(
-    "Model", "Engine", "Schedule", "Speculation", "Teacher forcing", "Cache", "Kernel plan", "Capture"
+    "Model", "Engine", "Task", "Schedule", "Speculation", "Teacher forcing", "Cache", "Kernel plan", "Capture"
 )
 """What belongs to the run as a whole."""
 

@@ -39,6 +39,11 @@ from detdiff.scenario.keys import (
 )
 from detdiff.scenario.sampling import MLX_LM, Sampling
 from detdiff.scenario.settings import (
+    EMBED,
+    GENERATE,
+    POOLINGS,
+    SCORE,
+    TASKS,
     CachePlan,
     Capture,
     KernelPlan,
@@ -48,6 +53,7 @@ from detdiff.scenario.settings import (
     Speculation,
     Turn,
     check_name,
+    one_of,
 )
 
 MLX = "mlx"
@@ -58,7 +64,7 @@ NEED_A_MODEL = (MLX, "transformers")
 
 @dataclass(frozen=True)
 class Scenario:
-    """A run, whole. ``force_tokens`` is a trace's directory: a request is fed what it generated there under the same id.
+    """A run, whole. ``task`` is what it is for: to generate, to score given tokens, or to embed prompts by ``pooling``. ``force_tokens`` is a trace's directory: a request is fed what it generated there under the same id.
 
     ``engine`` is an engine's name or ``package.module:factory``, ``engine_settings`` is what it is given, JSON values
     without null; ``model`` may be "" where the engine has one of its own. A server's address as the model of the engine mlx means
@@ -80,6 +86,8 @@ class Scenario:
     # A dictionary has no hash.
     engine_settings: Mapping[str, Any] = field(default_factory=dict, hash=False)
     adapter_path: str | None = None
+    task: str = GENERATE
+    pooling: str = "mean"
 
     def __post_init__(self) -> None:
         if self.engine == MLX and is_address(self.model):
@@ -115,12 +123,15 @@ class Scenario:
                     f"request {request.id!r} arrives at forward {request.arrival} and schedule is static, "
                     "which starts all at once; remove the arrival, or use schedule continuous."
                 )
+        one_of("task", self.task, TASKS)
+        one_of("pooling", self.pooling, POOLINGS)
         active = self.schedule.active
         if (
             self.schedule.kind == "static"
             and active is not None
             and active < len(places)
             and self.engine != SERVER
+            and self.task == GENERATE
         ):
             raise ScenarioConflict(
                 f"active is {active} and schedule is static, which starts all {len(places)} "
@@ -427,9 +438,10 @@ def _scenario(
 
 
 def _check_uses(scenario: Scenario) -> None:
-    """Raises ScenarioConflict for a setting that the engine, the schedule or the layout has no use for."""
+    """Raises ScenarioConflict for a setting that the engine, the task, the schedule or the layout have no use for."""
     schedule, cache = scenario.schedule, scenario.cache
     _check_mlx_lm(scenario)
+    _check_task(scenario)
     padded, serial = schedule.layout == "padded", schedule.kind == "serial"
     for name in ("page_tokens", "share_prefix"):
         if padded and getattr(cache, name):
@@ -503,4 +515,35 @@ def _check_mlx_lm(scenario: Scenario) -> None:
             f"request {drawing[0].id!r} has the seed {drawing[0].sampling.seed}, request {other.id!r} has {other.sampling.seed}, and "
             f"schedule is {scenario.schedule.kind}: mlx-lm draws for a whole batch from MLX's one random state, which has one seed (its "
             "server runs requests with a seed one by one). Give them one seed, use schedule serial, or sampler detdiff."
+        )
+
+
+def _check_task(scenario: Scenario) -> None:
+    task, generates = scenario.task, scenario.task == GENERATE
+    scored = next((r.id for r in scenario.requests if r.continuation is not None or r.score_from != 1), None)
+    if scored is not None and task != SCORE:
+        raise ScenarioConflict(
+            f"request {scored!r} says which tokens are scored, and task is {task}; remove that, or set task to score."
+        )
+    if scenario.pooling != Scenario.pooling and task != EMBED:
+        raise ScenarioConflict(
+            f"pooling is {scenario.pooling} and task is {task}; remove pooling, or set task to embed."
+        )
+    wrong = {
+        "a draft": scenario.speculation is not None,
+        "force_tokens": scenario.force_tokens is not None,
+        "lens": scenario.capture.lens,
+        "settings of the cache": scenario.cache != CachePlan(),
+        "a setting of sampling": any(r.sampling != Sampling() for r in scenario.requests),
+        "a stop text": any(r.stop for r in scenario.requests),
+        "a later turn": any(r.turn is not None for r in scenario.requests),
+        "a request that is cancelled": any(r.cancel is not None for r in scenario.requests),
+    }
+    found = next((name for name, there in wrong.items() if there), None)
+    if not generates and found is not None:
+        raise ScenarioConflict(f"there is {found}, and task is {task}, which generates nothing; remove it.")
+    if not generates and scenario.schedule.kind == "continuous" and scenario.schedule.layout == "padded":
+        raise ScenarioConflict(
+            f"schedule is continuous and task is {task}, whose batches run one after the other; use serial, static or "
+            "static:N, or layout packed."
         )

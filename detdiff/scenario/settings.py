@@ -22,12 +22,16 @@ LAYOUTS = ("padded", "packed")
 LEVELS = ("digest", "full", "window")
 DIGESTS = ("auto", "host", "device")
 TURNS = ("kept", "reloaded", "fresh")
+GENERATE, SCORE, EMBED = "generate", "score", "embed"
+TASKS = (GENERATE, SCORE, EMBED)
+POOLINGS = ("mean", "first", "last")
 PHASES = ("any", "prefill", "decode", "mixed", "draft", "verify")
 KV_BITS, KV_GROUPS = (2, 3, 4, 5, 6, 8), (32, 64, 128)  # what MLX can quantise to
 INT32_MAX = 2**31 - 1  # positions, token ids and forwards are 32-bit in a trace
 
 
-def _one_of(name: str, value: str, choices: Sequence[str]) -> None:
+def one_of(name: str, value: str, choices: Sequence[str]) -> None:
+    """Raises ScenarioRangeError for a value that is none of ``choices``."""
     if value not in choices:
         raise ScenarioRangeError(f"{name} is {value!r}; {nearest(value, choices)}")
 
@@ -80,6 +84,9 @@ class Request:
 
     ``messages`` go through the model's chat template, as text does with ``chat``; ``chat_template_args`` are what the template
     is given beside. ``stop`` are texts at whose tokens generation ends.
+    Where a run scores, ``continuation`` is text whose tokens are scored after the prompt's; without one the tokens from position
+    ``score_from`` on are (nothing comes before the first).
+
     Raises PromptMissing, PromptAmbiguous, ScenarioConflict (``chat`` with token ids) and ScenarioRangeError.
     """
 
@@ -97,6 +104,8 @@ class Request:
     messages: tuple[Mapping[str, Any], ...] | None = field(default=None, hash=False)
     chat_template_args: Mapping[str, Any] = field(default_factory=dict, hash=False)
     stop: tuple[str, ...] = ()
+    continuation: str | None = None
+    score_from: int = 1
 
     def __post_init__(self) -> None:
         check_name("id", self.id)
@@ -134,6 +143,14 @@ class Request:
             )
         for text in self.stop:
             check_text("an entry of stop", text)
+        if self.continuation is not None:
+            check_text("continuation", self.continuation)
+            if self.prompt is None or self.chat or self.score_from != 1:
+                raise ScenarioConflict(
+                    "there is a continuation, which follows a prompt that is text, outside a chat template and without score_from; "
+                    "remove one of them, or give tokens and score_from."
+                )
+        _between("score_from", self.score_from, 1)
         _between("max_tokens", self.max_tokens, 1)
         _between("arrival", self.arrival, 0)
         _between("cancel", self.cancel, 1)
@@ -153,8 +170,8 @@ class Schedule:
     prefill_chunk: int = 2048
 
     def __post_init__(self) -> None:
-        _one_of("schedule", self.kind, SCHEDULES)
-        _one_of("layout", self.layout, LAYOUTS)
+        one_of("schedule", self.kind, SCHEDULES)
+        one_of("layout", self.layout, LAYOUTS)
         _between("active", self.active, 1)
         _between("row_budget", self.row_budget, 1)
         _between("prefill_chunk", self.prefill_chunk, 1)
@@ -203,7 +220,7 @@ class PathRule:
 
     def __post_init__(self) -> None:
         check_text("site", self.site)
-        _one_of("phase", self.phase, PHASES)
+        one_of("phase", self.phase, PHASES)
         _bounds("rows", self.rows)
         _bounds("second_last", self.second_last)
         if not re.fullmatch(r"native|rows|pad:[1-9][0-9]{0,8}|[\w.-]+/[\w.-]+", self.path, re.ASCII):
@@ -294,7 +311,7 @@ class CachePlan:
                 f"kv_group_size is {self.kv_group_size}; it must be one of {_listed(KV_GROUPS)}."
             )
         _between("kv_start", self.kv_start, 0)
-        _one_of("turns", self.turns, TURNS)
+        one_of("turns", self.turns, TURNS)
         _between("page_tokens", self.page_tokens, 1)
         _between("reuse_tokens", self.reuse_tokens, 1)
         # mlx-lm keeps the first four positions for good.
@@ -328,8 +345,8 @@ class Capture:
     memory_mb: int = 256
 
     def __post_init__(self) -> None:
-        _one_of("capture", self.level, LEVELS)
-        _one_of("digest", self.digest, DIGESTS)
+        one_of("capture", self.level, LEVELS)
+        one_of("digest", self.digest, DIGESTS)
         # A margin needs two logits.
         _between("top", self.top, 2)
         _between("memory_mb", self.memory_mb, 1)

@@ -2,6 +2,7 @@
 
 from detdiff.trace.contents import (
     PHASES,
+    Embeddings,
     Generated,
     Lens,
     Port,
@@ -35,6 +36,7 @@ __all__ = [
     "B_LENGTH",
     "DTYPE_CODES",
     "PHASES",
+    "Embeddings",
     "Generated",
     "Lens",
     "Port",

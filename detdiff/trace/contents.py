@@ -5,14 +5,14 @@ The recorder hands them to a writer, which keeps the rules, and a reader, which 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from detdiff.errors import GeneratedError, LacksError, RowError, SiteListError, TableError
+from detdiff.errors import EmbeddingError, GeneratedError, LacksError, RowError, SiteListError, TableError
 
 
 @dataclass(frozen=True)
@@ -199,6 +199,14 @@ class Generated:
 
 
 @dataclass(frozen=True, eq=False)
+class Embeddings:
+    """One vector for each of some requests: ``request`` int32 [e], ``vector`` float32 [e, width]."""
+
+    request: Int32
+    vector: Float32
+
+
+@dataclass(frozen=True, eq=False)
 class RowIndex:
     """Every row of a trace, in execution order: int32 [n] each.
 
@@ -286,6 +294,17 @@ def check_generated(where: str, generated: Generated, limits: Limits) -> None:
         raise GeneratedError(
             f"{where} has top logits {_short(logits[place])} of the ids {_short(ids[place])}; expected "
             "descending logits, equal ones by lower id. Record the trace again."
+        )
+
+
+def check_embeddings(where: str, found: Embeddings, limits: Limits, before: Collection[int]) -> None:
+    """Raises EmbeddingError for a request that does not exist, or that has a vector already (``before`` are those)."""
+    bad = _outside(found.request, limits.requests)
+    requests = found.request.tolist()
+    if bad is not None or len({*requests, *before}) != len(requests) + len(before):
+        raise EmbeddingError(
+            f"{where} has embeddings of the requests {_short(found.request)}; expected 0 to {limits.requests - 1}, each once in a "
+            "trace. The trace is damaged or was recorded by a faulty recorder: record it again."
         )
 
 

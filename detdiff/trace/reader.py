@@ -13,9 +13,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from detdiff.errors import ChecksumError, GeneratedError, RowError, ShardMissing, TableError, TraceError
+from detdiff.errors import (
+    ChecksumError,
+    EmbeddingError,
+    GeneratedError,
+    RowError,
+    ShardMissing,
+    TableError,
+    TraceError,
+)
 from detdiff.trace.contents import (
     GEN_FIELDS,
+    Embeddings,
     Generated,
     Int32,
     Lens,
@@ -24,6 +33,7 @@ from detdiff.trace.contents import (
     RowIndex,
     Site,
     UInt64,
+    check_embeddings,
     check_lacking,
     check_lacking_sites,
     check_unique,
@@ -202,6 +212,15 @@ class Trace:
             )
         return Generated(**joined, lens=whole)
 
+    def embeddings(self) -> Embeddings:
+        """The embedding of each request that has one, in the order in which they were written."""
+        parts = [part for shard in self.shards if (part := shard.embeddings()) is not None]
+        if not parts:
+            return Embeddings(np.empty(0, np.int32), np.empty((0, 0), np.float32))
+        return Embeddings(
+            np.concatenate([part.request for part in parts]), np.concatenate([part.vector for part in parts])
+        )
+
     def verify(self) -> None:
         """Reads everything and checks what opening leaves out.
 
@@ -235,6 +254,7 @@ class Trace:
         limits = Limits(len(self.requests), len(self._forwards), len(self.ports))
         shards: list[Shard] = []
         tokens: list[tuple[Int32, Int32]] = []
+        embedded: tuple[frozenset[int], int | None] = frozenset(), None
         self.tables = {}
         last: tuple[int, tuple[int, ...] | None] = (0, None)
         for number, size in self._expected(partial, problems):
@@ -248,6 +268,7 @@ class Trace:
                     check_lacking(str(shard.path), self.header.get("lacks", {}), generated)
                     check_unique(str(shard.path), [*tokens, (generated.request, generated.index)])
                     tokens.append((generated.request, generated.index))
+                embedded = self._embedded(shard, limits, embedded)
             except TraceError as error:
                 if not partial:
                     raise
@@ -259,6 +280,22 @@ class Trace:
         self._rows = RowIndex(
             **{name: _joined([getattr(shard.rows, name) for shard in shards]) for name in _ROW_FIELDS}
         )
+
+    def _embedded(
+        self, shard: Shard, limits: Limits, before: tuple[frozenset[int], int | None]
+    ) -> tuple[frozenset[int], int | None]:
+        """The requests that have an embedding so far, and its width; raises when a shard contradicts them."""
+        found = shard.embeddings()
+        if found is None:
+            return before
+        requests, width = before
+        check_embeddings(str(shard.path), found, limits, requests)
+        if found.vector.shape[1] != (width or found.vector.shape[1]):
+            raise EmbeddingError(
+                f"{shard.path} has embeddings of {found.vector.shape[1]} numbers; expected {width}, as in earlier shards. The "
+                "file belongs to another trace: copy or record it again."
+            )
+        return requests | set(found.request.tolist()), found.vector.shape[1]
 
     def _expected(self, partial: bool, problems: list[str]) -> list[tuple[int, int | None]]:
         """The numbers of the shards that should be there, each with its size where the header states it."""

@@ -34,6 +34,7 @@ from detdiff.errors import (
 from detdiff.trace.contents import (
     GEN_FIELDS,
     ROW_FIELDS,
+    Embeddings,
     Generated,
     Int32,
     Lens,
@@ -165,6 +166,7 @@ def _well_formed(entry: Any) -> bool:
 ROW_TENSORS = tuple(f"row.{name}" for name in (*ROW_FIELDS, "table"))
 GEN_TENSORS = (*(f"gen.{name}" for name in GEN_FIELDS), "gen.top_ids", "gen.top_logits")
 LENS_TENSORS = ("lens.top_ids", "lens.top_logits", "lens.contested")
+EMBEDDING_TENSORS = ("embedding.request", "embedding.vector")
 _NUMBER = r"(0|[1-9]\d{0,8})"
 _TABLE = re.compile(rf"(table|digest)/{_NUMBER}", re.ASCII)
 _VALUE = re.compile(rf"value/{_NUMBER}/{_NUMBER}(\.rows)?", re.ASCII)
@@ -177,6 +179,8 @@ _FORMS: dict[str, tuple[str | None, int | None]] = {
     "lens.top_ids": ("I32", 3),
     "lens.top_logits": ("F32", 3),
     "lens.contested": ("F32", 3),
+    "embedding.request": ("I32", 1),
+    "embedding.vector": ("F32", 2),
     "table": ("I32", 1),
     "digest": ("U64", 2),
     "value": (None, None),
@@ -282,6 +286,12 @@ class Shard:
         arrays = {name.removeprefix("gen."): self._read(self.tensors[name]) for name in GEN_TENSORS}
         return Generated(**arrays, lens=layers)
 
+    def embeddings(self) -> Embeddings | None:
+        """The shard's embeddings, or None."""
+        if EMBEDDING_TENSORS[0] not in self.tensors:
+            return None
+        return Embeddings(*(self._read(self.tensors[name]) for name in EMBEDDING_TENSORS))
+
     def _read(self, tensor: Tensor) -> NDArray[Any]:
         return read_array(self.path, tensor.offset, tensor.shape, STORAGE[tensor.dtype])
 
@@ -367,10 +377,12 @@ def _check_groups(path: Path, tensors: Mapping[str, Tensor]) -> None:
         needed += GEN_TENSORS
     if any(name.startswith("lens.") for name in tensors):
         needed += LENS_TENSORS
+    if any(name.startswith("embedding.") for name in tensors):
+        needed += EMBEDDING_TENSORS
     same: list[tuple[str, str, int]] = [("row.request", name, 1) for name in ROW_TENSORS]
     same += [("gen.request", name, 1) for name in GEN_TENSORS + LENS_TENSORS]
     same += [("gen.top_ids", "gen.top_logits", 2), ("lens.top_ids", "lens.top_logits", 3)]
-    same += [("lens.top_ids", "lens.contested", 2)]
+    same += [("lens.top_ids", "lens.contested", 2), ("embedding.request", "embedding.vector", 1)]
     for name in tensors:
         if (table := _TABLE.fullmatch(name)) is not None:
             needed += [f"table/{table[2]}", f"digest/{table[2]}"]

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from detdiff.errors import (
+    EmbeddingError,
     GeneratedError,
     RowError,
     TensorShapeError,
@@ -27,12 +28,14 @@ from detdiff.errors import (
 from detdiff.trace.contents import (
     GEN_FIELDS,
     ROW_FIELDS,
+    Embeddings,
     Generated,
     Lens,
     Limits,
     Rows,
     Site,
     Value,
+    check_embeddings,
     check_generated,
     check_lacking,
     check_lacking_sites,
@@ -44,7 +47,7 @@ from detdiff.trace.digest import STORAGE
 from detdiff.trace.files import replace_file, writing
 from detdiff.trace.header import FORWARDS, HEADER, SCHEMA, TEXTS, check, encode, parse_sites
 from detdiff.trace.log import LogWriter, add_text, check_event, check_forward, check_plan, encode_line
-from detdiff.trace.shard import LENS_TENSORS, encode_header, shard_name
+from detdiff.trace.shard import EMBEDDING_TENSORS, LENS_TENSORS, encode_header, shard_name
 
 _INT32 = np.dtype("<i4")
 
@@ -96,6 +99,17 @@ def _own_value(column: int, value: Value, count: int, columns: int) -> Value:
     return Value(own, _own(data, storage), value.dtype)
 
 
+def own_embeddings(found: Embeddings) -> Embeddings:
+    """Copies in the stored form. Raises TensorShapeError or TensorTypeError."""
+    request, vector = _own(found.request, _INT32), _own(found.vector, np.dtype("<f4"))
+    if vector.ndim != 2 or request.shape != vector.shape[:1] or not vector.shape[1]:
+        raise TensorShapeError(
+            f"Embeddings have the shape {vector.shape} for {request.shape} requests; expected a vector for each, with one number "
+            "at least. This is a fault of the recorder."
+        )
+    return Embeddings(request, vector)
+
+
 def own_generated(generated: Generated) -> Generated:
     """A copy in storage form that shares no memory; raises TensorShapeError."""
     own = {name: _own(getattr(generated, name), _INT32) for name in (*GEN_FIELDS, "top_ids")}
@@ -134,10 +148,11 @@ class ShardBuffer:
         self._count = 0
         self._batches: list[tuple[int, Rows]] = []
         self._generated: list[Generated] = []
+        self._embeddings: list[Embeddings] = []
         self._forms: dict[tuple[int, int], tuple[str, tuple[int, ...]]] = {}
 
     def __bool__(self) -> bool:
-        return bool(self._batches or self._generated)
+        return bool(self._batches or self._generated or self._embeddings)
 
     def forwards(self) -> int:
         """How many forwards the buffered rows span."""
@@ -166,6 +181,11 @@ class ShardBuffer:
         self.bytes += 20 * len(generated.token) + 2 * generated.top_ids.nbytes
         self.bytes += 2 * lens.top_ids.nbytes + lens.contested.nbytes if lens is not None else 0
         self._generated.append(generated)
+
+    def add_embeddings(self, found: Embeddings) -> None:
+        """Appends embeddings made by ``own_embeddings``."""
+        self.bytes += found.request.nbytes + found.vector.nbytes
+        self._embeddings.append(found)
 
     def chunks(self) -> Iterator[memoryview]:
         """The bytes of the shard, a tensor at a time."""
@@ -207,6 +227,11 @@ class ShardBuffer:
                 lens = (part.lens.top_ids, part.lens.top_logits, part.lens.contested)
                 for name, dtype, array in zip(LENS_TENSORS, ("I32", "F32", "F32"), lens, strict=True):
                     add(name, dtype, array)
+        for each in self._embeddings:
+            for name, dtype, array in zip(
+                EMBEDDING_TENSORS, ("I32", "F32"), (each.request, each.vector), strict=True
+            ):
+                add(name, dtype, array)
         return found
 
 
@@ -255,6 +280,8 @@ class TraceWriter:
         self._last_forward = 0
         self._tokens: set[tuple[int, int]] = set()
         self._top: tuple[Any, ...] | None = None
+        self._embedded: set[int] = set()
+        self._width: int | None = None
         self._shards: dict[int, dict[str, Any]] = {}
         self._buffer = ShardBuffer(0)
         self._state = "open"
@@ -361,6 +388,28 @@ class TraceWriter:
         self._tokens |= tokens
         self._top = top
         self._buffer.add_generated(own)
+        if self._buffer.bytes >= self._shard_bytes:
+            self._flush()
+
+    def embeddings(self, found: Embeddings) -> None:
+        """Adds the embeddings of some requests, all of one width.
+
+        Raises EmbeddingError, TensorShapeError, TraceWriteError or TraceDiskFull.
+        """
+        self._must_be_open()
+        own = own_embeddings(found)
+        if not len(own.request):
+            return
+        check_embeddings("The batch", own, self._limits, self._embedded)
+        width = own.vector.shape[1]
+        if width != (self._width or width):
+            raise EmbeddingError(
+                f"A batch has embeddings of {width} numbers after some of {self._width}; expected one width in a trace. This is a "
+                "fault of the recorder."
+            )
+        self._embedded |= set(own.request.tolist())
+        self._width = width
+        self._buffer.add_embeddings(own)
         if self._buffer.bytes >= self._shard_bytes:
             self._flush()
 

@@ -54,6 +54,15 @@ def other_top(writer: TraceWriter) -> None:
     writer.generated(replace(none, index=none.index + 1))
 
 
+def embedded(**changes: Any) -> Callable[[TraceWriter], None]:
+    return lambda writer: writer.embeddings(replace(samples.embedding(0), **changes))
+
+
+def other_width(writer: TraceWriter) -> None:
+    writer.embeddings(samples.embedding(0))
+    writer.embeddings(replace(samples.embedding(1), vector=np.zeros((1, 2), np.float32)))
+
+
 def back(writer: TraceWriter) -> None:
     writer.forward(samples.forward_line(1))
     writer.rows(samples.batch(1))
@@ -82,6 +91,13 @@ MISUSES: dict[str, tuple[type[errors.TraceError], Callable[[TraceWriter], None]]
     "a token of no forward": (errors.GeneratedError, generated(forward=np.array([0, 1], np.int32))),
     "a token twice": (errors.GeneratedError, twice),
     "another top-k": (errors.GeneratedError, other_top),
+    "an embedding of no request": (errors.EmbeddingError, embedded(request=np.array([2], np.int32))),
+    "an embedding twice": (
+        errors.EmbeddingError,
+        embedded(request=np.array([1, 1], np.int32), vector=np.zeros((2, 3), np.float32)),
+    ),
+    "another width": (errors.EmbeddingError, other_width),
+    "a vector for two requests": (errors.TensorShapeError, embedded(request=np.array([0, 1], np.int32))),
     "too few logits": (errors.TensorShapeError, generated(top_logits=np.zeros((2, 1), np.float32))),
     "a forward twice": (errors.ForwardLineError, forward(forward=0)),
     "a forward of no plan": (errors.ForwardLineError, forward(plan=1)),

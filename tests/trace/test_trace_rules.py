@@ -147,6 +147,15 @@ def extra_dimension(header: dict[str, Any], _: bytearray) -> None:
     header["digest/0"]["shape"].append(1)
 
 
+def narrower(header: dict[str, Any], data: bytearray) -> None:
+    """The vectors of a shard lose their last number."""
+    end = header["embedding.vector"]["data_offsets"][1]
+    del data[end - 4 : end]
+    header["embedding.vector"]["shape"] = [1, 2]
+    for tensor in header.values():
+        tensor["data_offsets"] = [offset - 4 * (offset >= end) for offset in tensor["data_offsets"]]
+
+
 def _call(at: Any = None) -> dict[str, Any]:
     """A call of site 1, for the rows ``at``."""
     return {"path": "native", "sites": "1", **({} if at is None else {"at": at})}
@@ -294,6 +303,13 @@ CASES: dict[str, tuple[type[errors.TraceError], Damage]] = {
     "top logits that rise": (errors.GeneratedError, element("gen.top_logits", 1, 9.0)),
     "equal logits by higher id": (errors.GeneratedError, element("gen.top_ids", 2, 10)),
     "a token generated twice": (errors.GeneratedError, element("gen.index", 0, 1)),
+    "an embedding of no request": (errors.EmbeddingError, element("embedding.request", 0, 2)),
+    "an embedding of an earlier shard": (errors.EmbeddingError, element("embedding.request", 0, 0, shard=1)),
+    "embeddings of another width": (
+        errors.EmbeddingError,
+        lambda path: samples.edit_shard(path, narrower, 1),
+    ),
+    "no vector": (errors.TensorMissing, without("embedding.vector")),
     "rows of values that go back": (errors.ValueRowsError, element("value/0/0.rows", 1, 0)),
     "rows of values beyond": (errors.ValueRowsError, element("value/0/1.rows", 1, 4)),
     "rows of another table": (errors.ValueRowsError, element("value/0/1.rows", 0, 1, shard=1)),

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from detdiff.errors import TraceError
-from detdiff.trace import Generated, Lens, Rows, Site, Trace, TraceWriter, Value
+from detdiff.trace import Embeddings, Generated, Lens, Rows, Site, Trace, TraceWriter, Value
 
 SITES = (
     Site("embed_tokens", "embedding", None, ("in",), ("out",), None),
@@ -87,6 +87,11 @@ def tokens(forward: int, lens: bool = True) -> Generated:
     return Generated(both, same, top[:, 0], same, same, top, logits, layers)
 
 
+def embedding(request: int) -> Embeddings:
+    """The vector of a request."""
+    return Embeddings(np.array([request], np.int32), np.array([[0.5, -0.0, request]], np.float32))
+
+
 def fill(
     writer: TraceWriter,
     forwards: int,
@@ -100,6 +105,8 @@ def fill(
         writer.forward(forward_line(number, writer.plan(CALLS)))
         writer.rows(batch(number, SHORT if number % 3 == 2 else FULL, values))
         writer.generated(tokens(number, lens))
+        if number in (0, 2):
+            writer.embeddings(embedding(number // 2))
         writer.text(7, "seven")
         writer.text(8 + number, f"text {number} é\n")
         if after is not None:
@@ -123,6 +130,7 @@ def read_all(trace: Trace) -> int:
         trace.call(index, 0)
         trace.call(index, 1, (1, index))
     trace.generated()
+    assert len(trace.embeddings().request) <= len(trace.requests)
     for number, shard in enumerate(trace.shards):
         for table in shard.tables:
             digests = trace.fetch(number, table)

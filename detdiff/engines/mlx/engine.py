@@ -24,8 +24,9 @@ from detdiff.engines.mlx.taps.session import Session
 from detdiff.engines.mlx.taps.sites import ROLES, model_modules
 from detdiff.engines.record import record as record_engine
 from detdiff.engines.schedule import Work
+from detdiff.engines.tasks import Pooling
 from detdiff.errors import EngineRefuses, LayoutError, OracleRefused, ScenarioError
-from detdiff.scenario import Scenario
+from detdiff.scenario import EMBED, SCORE, Scenario
 from detdiff.trace import Site, Trace
 
 from .model import LoadedModel, encode, load
@@ -67,6 +68,8 @@ _CAPABILITIES: Final = frozenset(
         base.CONTINUOUS,
         base.PREFILL_CHUNK,
         base.TEXT,
+        base.SCORES,
+        base.EMBEDS,
     }
 )
 
@@ -416,7 +419,17 @@ def _recording_settings(
         else:
             selection[model] = Selection.at(options.values, sites, ids, beside=beside)
     lens = _lens(loaded.model, sessions.target) if scenario.capture.lens else None
-    return RecordingSettings(scenario.capture, ids, [len(w.prompt) for w in work], text, selection, lens)
+    lengths = [len(w.prompt) for w in work]
+    pooling = None
+    if scenario.task == EMBED:
+        if sessions.target.sites.norm is None:
+            raise LayoutError(
+                "task embed needs a final norm outside the layers, whose output is pooled; this model has none among its sites. "
+                "Embed with another model."
+            )
+        pooling = Pooling(scenario.pooling, lengths)
+    scored = [w.scored for w in work] if scenario.task == SCORE else []
+    return RecordingSettings(scenario.capture, ids, lengths, text, selection, lens, scored, pooling)
 
 
 def _lens(model: Module, session: Session) -> Callable[[mx.array], mx.array]:

@@ -25,7 +25,7 @@ from detdiff.engines.schedule import (
     silent,
 )
 from detdiff.engines.speculation import Proposal, Speculator
-from detdiff.scenario import CachePlan, Schedule
+from detdiff.scenario import GENERATE, CachePlan, Schedule
 
 from .packed_model import ForwardClock, PackedModel, greedy, ids
 from .padded import OnChoice
@@ -246,8 +246,8 @@ class PackedEngine:
     def _step(self, schedule: Schedule, on_token: OnToken) -> None:
         queue, speculation = self._queue, self.speculation
         allotted = allot(queue.active, schedule, None if speculation is None else speculation.drafts)
-        decoding = [one for one in allotted if one.work.generated]
-        prompts = [prompt_share(*one) for one in allotted if not one.work.generated]
+        decoding = [one for one in allotted if one.work.decoding]
+        prompts = [prompt_share(*one) for one in allotted if not one.work.decoding]
         proposals: list[Proposal] = []
         if speculation is not None:
             speculation.follow(prompts)
@@ -276,7 +276,9 @@ class PackedEngine:
                 chosen.append((share, scores))
             else:
                 share.work.done += len(share.tokens)
-                if share.answers:
+                if share.work.task != GENERATE and share.answers:
+                    chosen.append((share, scores))
+                elif share.answers:
                     scores = processed(share.work, scores)
                     logprobs = scores - mx.logsumexp(scores, axis=-1, keepdims=True)
                     chosen.append((share, share.work.sampler(logprobs)))
@@ -290,7 +292,9 @@ class PackedEngine:
                 self._on_choice(work.index, len(work.generated), logprobs)
         for share, found in chosen:
             proposal = verifying.get(share.work.index)
-            if proposal is None:
+            if share.work.task != GENERATE:
+                share.work.score(share.answers, on_token)
+            elif proposal is None:
                 share.work.answer(ids(found)[0], on_token)
             elif self.speculation is not None:
                 self.speculation.settle(proposal, greedy(found), on_token)

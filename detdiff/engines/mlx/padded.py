@@ -7,7 +7,7 @@ learn whose rows a model call holds; its ``speculative_generate_step`` runs one 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,11 +22,12 @@ from mlx_lm.generate import (
     generate_step,
     speculative_generate_step,
 )
+from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
 
 from detdiff.engines.mlx.taps.forward import DRAFT, TARGET, Forward, Segment
 from detdiff.engines.schedule import OnEvent, OnToken, Work, by_arrival, silent
 from detdiff.engines.speculation import DraftCounts
-from detdiff.scenario import CachePlan, Schedule
+from detdiff.scenario import GENERATE, CachePlan, Schedule
 
 from .cache_events import CacheOwners, watched
 from .caches import reused_cache
@@ -66,6 +67,11 @@ class PaddedComposer:
         self._column = 0
         self._prompt = True
 
+    def whole_call(self, work: list[Work]) -> None:
+        """The next calls process whole texts, right-padded to the longest; their logits are used."""
+        self.name(list(range(len(work))), work)
+        self.prompt_call(list(range(len(work))), [len(item.given) for item in work])
+
     def step_call(self, uids: list[int]) -> None:
         """The next call decodes one row of each."""
         self._lanes = [(self._uids[u], 1) for u in uids]
@@ -85,9 +91,13 @@ class PaddedComposer:
                 work.done = start + count
         self._column += columns
         # generate_step keeps the logits of its last prompt token only; BatchGenerator keeps none of a prompt's.
-        used = not self._prompt and not (
-            len(self._lanes) == 1 and segments[0].start + columns < self._answer_from()
-        )
+        if any(work.task != GENERATE for work, _ in self._lanes):
+            prompts = [len(self._lanes[s.slot][0].prompt) for s in segments]
+            used = any(s.start + s.count >= prompt for s, prompt in zip(segments, prompts, strict=True))
+        else:
+            used = not self._prompt and not (
+                len(self._lanes) == 1 and segments[0].start + columns < self._answer_from()
+            )
         forward = Forward(self.forwards, "padded", (slots, columns), tuple(segments), inputs, None, used)
         self.forwards += 1
         return forward
@@ -183,6 +193,37 @@ def _serial(run: PaddedRun, work: Work) -> None:
             if work.finished:
                 break
     run.turns.keep(work, caches)
+
+
+def run_whole(run: PaddedRun, work: list[Work]) -> None:
+    """Run batches of right-padded texts to be scored or embedded, one after the other, as mlx-lm's own evaluation does."""
+    size = 1 if run.schedule.kind == "serial" else run.schedule.active or len(work)
+    for first in range(0, len(work), size):
+        _run_whole_batch(run, work[first : first + size])
+
+
+def _run_whole_batch(run: PaddedRun, batch: list[Work]) -> None:
+    longest = max(len(item.given) for item in batch)
+    tokens = mx.array([list(item.given) + [0] * (longest - len(item.given)) for item in batch])
+    cache = make_prompt_cache(run.model)
+    for state in _states(cache):
+        # Or it would run on through the padding.
+        state.prepare(lengths=[len(item.given) for item in batch])
+    run.composer.whole_call(batch)
+    for start in range(0, longest, run.schedule.prefill_chunk):
+        before = [item.done for item in batch]
+        mx.eval(run.model(tokens[:, start : start + run.schedule.prefill_chunk], cache=cache))
+        for item, done in zip(batch, before, strict=True):
+            first = max(done, len(item.prompt) - 1)
+            item.score(max(0, item.done - first), run.on_token)
+
+
+def _states(caches: Iterable[Any]) -> Iterator[ArraysCache]:
+    for cache in caches:
+        if isinstance(cache, CacheList):
+            yield from _states(cache.caches)
+        elif isinstance(cache, ArraysCache):
+            yield cache
 
 
 def _batched(run: PaddedRun, work: list[Work], owners: CacheOwners) -> None:

@@ -12,8 +12,8 @@ import mlx.core as mx
 import numpy as np
 
 from detdiff.engines.mlx.taps.forward import Segment
-from detdiff.engines.schedule import Work, forced_tokens
-from detdiff.errors import ContextExceeded, EngineRefuses, StopUnusable, TokenOutOfRange
+from detdiff.engines.schedule import Work, forced_tokens, request_tokens
+from detdiff.errors import EngineRefuses, StopUnusable, TokenOutOfRange
 from detdiff.scenario import Request, Scenario
 
 from .model import LoadedModel, context_limit, encode, encode_messages
@@ -61,62 +61,47 @@ def force(work: Sequence[Work], path: str) -> None:
 
 def segment(work: Work, slot: int, start: int, count: int, column: int = 0) -> Segment:
     """Rows of a request in a forward; the phase is that of the first row."""
-    phase = "prefill" if start < len(work.prompt) else "decode"
+    phase = "prefill" if start < len(work.given) else "decode"
     return Segment(work.index, slot, start, count, phase, column)
 
 
 def prepare(scenario: Scenario, loaded: LoadedModel) -> list[Work]:
     """The scenario's requests, tokenised and checked against the model.
 
-    Raises ContextExceeded when prompt and answer do not fit the model's context, TokenOutOfRange for ids outside
-    the vocabulary, EngineRefuses for a ``top_k`` of no fewer, StopUnusable, and what ``force`` and
-    ``detdiff.engines.mlx.model.encode`` raise.
+    Raises what ``request_tokens`` raises, TokenOutOfRange for a sampler's ids outside the vocabulary, EngineRefuses for a
+    ``top_k`` of no fewer, StopUnusable, and what ``force`` and ``detdiff.engines.mlx.model.encode`` raise.
     """
-    limit = context_limit(loaded)
     vocabulary = loaded.identity.get("vocab_size")
     stop = frozenset(loaded.tokenizer.eos_token_ids)
     special = _special(loaded) if any(r.sampling.xtc_probability for r in scenario.requests) else ()
     conversations = Conversations(scenario.requests, loaded)
+
+    def text_ids(request: Request, text: str) -> list[int]:
+        if request.messages is not None:
+            return encode_messages(loaded, request.messages, arguments=request.chat_template_args)
+        return encode(loaded, text, request.chat, request.chat_template_args)
+
+    tokens = request_tokens(scenario, text_ids, vocabulary, context_limit(loaded))
     work: list[Work] = []
-    for index, request in enumerate(scenario.requests):
-        prompt: Sequence[int]
-        if request.turn is not None:
-            # Known once the turn before is over: `turns.Conversations` puts it together.
-            prompt = ()
-        elif request.tokens is not None:
-            prompt = request.tokens
-        elif request.messages is not None:
-            prompt = encode_messages(loaded, request.messages, arguments=request.chat_template_args)
-        else:
-            assert request.prompt is not None
-            prompt = encode(loaded, request.prompt, request.chat, request.chat_template_args)
+    for index, (request, (prompt, scored)) in enumerate(zip(scenario.requests, tokens, strict=True)):
         if vocabulary is not None:
             _check_sampling(request, vocabulary)
-        if vocabulary is not None and max(prompt, default=0) >= vocabulary:
-            raise TokenOutOfRange(
-                f"Request {request.id!r} has the token id {max(prompt)}; the model's vocabulary has {vocabulary} ids, "
-                f"0 to {vocabulary - 1}. Correct the tokens, or name the model they are from."
-            )
-        if limit is not None and len(prompt) + request.max_tokens > limit:
-            raise ContextExceeded(
-                f"Request {request.id!r} has {len(prompt)} prompt tokens and asks for {request.max_tokens} more; the "
-                f"model's context is {limit}. Shorten the prompt"
-                + (f", or lower max_tokens to at most {limit - len(prompt)}." if limit > len(prompt) else ".")
-            )
         work.append(
             Work(
                 index,
                 request.id,
-                tuple(int(t) for t in prompt),
-                request.max_tokens,
+                prompt,
+                len(scored) or request.max_tokens,
                 0 if scenario.schedule.kind == "static" else request.arrival,
-                frozenset() if request.ignore_stop else stop,
+                frozenset() if request.ignore_stop or scored else stop,
                 sampler(request.sampling, special),
                 cancel=request.cancel,
                 before=work[-1] if request.turn is not None else None,
                 conversation=conversations.said,
                 processors=processors(request.sampling),
                 stop_sequences=tuple(_stop_tokens(loaded, request.id, text) for text in request.stop),
+                scored=scored,
+                task=scenario.task,
             )
         )
     if scenario.force_tokens is not None:

@@ -17,7 +17,7 @@ from detdiff.engines.mlx.taps.sites import SiteMap
 from detdiff.engines.schedule import OnEvent, OnToken, Work, silent
 from detdiff.engines.speculation import refuse_long_for_draft, refuse_other_vocabulary
 from detdiff.errors import ModelRunError
-from detdiff.scenario import Scenario
+from detdiff.scenario import GENERATE, Scenario
 
 from .packed import DraftSession, PackedEngine
 from .padded import (
@@ -28,6 +28,7 @@ from .padded import (
     SpeculativeComposer,
     run_padded,
     run_speculative,
+    run_whole,
 )
 from .requests import prepare
 from .run_checks import refuse_leaks
@@ -215,7 +216,7 @@ def _serve(
         run = PaddedRun(
             target.model, scenario.schedule, composer, on_token, turns, scenario.cache, event, on_choice
         )
-        run_padded(run, work)
+        (run_padded if scenario.task == GENERATE else run_whole)(run, work)
     return {}
 
 

@@ -106,9 +106,15 @@ def minimal_change(case: Case) -> Outcome:
     first = listed[0]
     sentence = (
         f"{found.target} needs only {what}, first at {first['site']} in forward {first['forward']} "
-        f"({first['path_a']} on {first['rows_a']} row{'' if first['rows_a'] == 1 else 's'} in a, {first['path_b']} on "
-        f"{first['rows_b']} in b)"
+        f"({_took(first, 'a')} in a, {_took(first, 'b')} in b)"
     )
     if result == "reduced":
         sentence += "; the budget ended before a smaller set was ruled out"
     return Outcome(result, sentence, MinimalChangeFigures(**counts, smallest=listed, target=found.target))
+
+
+def _took(change: Mapping[str, Any], run: str) -> str:
+    path, rows = change[f"path_{run}"], change[f"rows_{run}"]
+    unit = " rows"[: 0 if run == "b" else 4 + (rows != 1)]
+    # What runs request by request has no number of rows.
+    return str(path) if rows is None else f"{path} on {rows}{unit}"

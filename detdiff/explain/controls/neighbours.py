@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from detdiff.compare import CacheEntry, Composition, Origin, RequestDivergence, compare
-from detdiff.scenario import Request, Scenario
+from detdiff.scenario import SCORE, Request, Scenario
 from detdiff.trace import Trace
 
 from ..case import Case, Side
@@ -149,8 +149,14 @@ def changed(
             requests.append(request)
             continue
         given = list(trace.requests[number]["tokens"])
-        new = replace(request, prompt=None, tokens=tuple(change(given, draw)), chat=False)
-        if keep_length:
+        prompt = len(given)
+        if scenario.task == SCORE:
+            given += generated.token[generated.request == number].tolist()
+        tokens = tuple(change(given, draw))
+        new = replace(request, prompt=None, continuation=None, tokens=tokens, chat=False)
+        if scenario.task == SCORE:
+            new = replace(new, score_from=max(1, min(prompt, len(tokens) - 1)))
+        elif keep_length:
             # So that it ends when it ended before, whatever it says.
             count = int((generated.request == number).sum())
             new = replace(new, max_tokens=max(1, count), ignore_stop=True)

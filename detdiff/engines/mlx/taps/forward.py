@@ -278,6 +278,7 @@ class ForwardRecord:
     bookkeeping: list[dict[str, Any]] = field(default_factory=list)
     masks: dict[int, str] = field(default_factory=dict)
     logits: mx.array | None = None
+    hidden: mx.array | None = None
     lens: list[mx.array] = field(default_factory=list)
     after: list[dict[str, Any]] = field(default_factory=list)
     written: bool = False

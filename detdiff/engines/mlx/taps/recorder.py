@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from detdiff.engines.mlx.cache_events import describe, summarise, wraps
+from detdiff.engines.tasks import Pooling, scores
 from detdiff.scenario import Capture
 from detdiff.trace import Generated, Lens, Rows, TraceWriter, digest_rows, format_ranges
 
@@ -130,7 +131,8 @@ class RecordingSettings:
     """What is recorded: the capture, the requests' ids and prompt lengths, a text for each token id.
 
     ``selection`` are the values to keep beside the digests (None: none), by model; ``lens`` gives the logits [rows, V]
-    of hidden rows [rows, D] as if the model ended there.
+    of hidden rows [rows, D] as if the model ended there. ``scored`` are, where a run scores, each request's scored tokens;
+    ``pooling`` makes vectors where it embeds.
     """
 
     capture: Capture
@@ -139,6 +141,8 @@ class RecordingSettings:
     text: Callable[[int], str]
     selection: Mapping[str, Selection | None] = field(default_factory=dict)
     lens: Callable[[mx.array], mx.array] | None = None
+    scored: Sequence[tuple[int, ...]] = ()
+    pooling: Pooling | None = None
 
 
 @dataclass
@@ -267,6 +271,8 @@ class Recorder:
             record.add("logits", [("in", self._head_out(record, logits)), ("out", logits)])
             if forward.model == TARGET:
                 record.logits = logits.astype(logits.dtype)
+        if self._settings.pooling is not None:
+            record.hidden = record.arrays[record.sites.ports[record.sites.norm or "", "out"]]
         side = list(record.lens)
         if self._on_device:
             side += self._on_device_digests(record)
@@ -384,6 +390,10 @@ class Recorder:
         self.forwards += 1
         if record.logits is not None:
             self._answers(record)
+        if record.hidden is not None and self._settings.pooling is not None:
+            table = ForwardRows.of(forward.segments)
+            hidden = as_float32(record.hidden)[table.slot, table.column]
+            self._writer.embeddings(self._settings.pooling.add(table.request, table.position, hidden))
 
     def _placed(self, sites: SiteMap, rows: Rows) -> Rows:
         """``rows`` with a table over the ports of all models."""
@@ -402,7 +412,15 @@ class Recorder:
         if not len(requests):
             return
         k = self._settings.capture.top
-        ids, logits = top(as_float32(record.logits)[slots, columns], k)
+        chosen = as_float32(record.logits)[slots, columns]
+        if self._settings.scored:
+            given = [
+                self._settings.scored[request][position - self._settings.prompt_lengths[request] + 1]
+                for request, position in zip(requests.tolist(), positions.tolist(), strict=True)
+            ]
+            ids, logits = scores(chosen, given, k)
+        else:
+            ids, logits = top(chosen, k)
         lens = [as_float32(layer) for layer in record.lens]
         for i, (request, position) in enumerate(zip(requests.tolist(), positions.tolist(), strict=True)):
             answer = _RowLogits(record.forward.index, ids[i], logits[i])
