@@ -122,7 +122,18 @@ class _Writes:
                 return
 
 
-_CHANGES: Final = ("merge", "extend", "filter", "roll", "trim", "quantise", "prefix", "turn", "save", "load")
+_CHANGES: Final = (
+    "merge",
+    "extend",
+    "filter",
+    "roll",
+    "trim",
+    "quantise",
+    "prefix",
+    "turn",
+    "load",
+    "cancel",
+)
 """Events that move, drop or replace entries which have been written."""
 
 _LISTED: Final = 8
@@ -155,6 +166,14 @@ class RunEvents:
     def touched(self, event: Event, request: int) -> bool:
         return request == event.get("request") or request in event.get("requests", ())
 
+    def turns_to(self, request: int) -> list[int]:
+        """A request and the turns before it, by number."""
+        before = {event["request"]: event["from"] for event in self.of("turn")}
+        found = [request]
+        while found[-1] in before:
+            found.append(before[found[-1]])
+        return found
+
     def forwards_of(self, request: int, draft: bool) -> np.ndarray[Any, np.dtype[np.int64]]:
         """The forwards with rows of a request in one of the models, ascending."""
         rows = self.trace.row_index()
@@ -170,6 +189,7 @@ def event_answer(a: RunEvents, b: RunEvents) -> EventAnswer:
             *_short_trims(run),
             *_stale(run),
             *_prefixes(run),
+            *_turns(run),
             *_acceptance(run),
             *page_findings(run.trace, run.events, run.run),
         ]
@@ -226,7 +246,8 @@ def _attributed(finding: Finding, run: RunEvents) -> Finding:
     done = [
         event
         for event in run.of(*_CHANGES)
-        if run.touched(event, request) and since <= event["forward"] < finding.forward
+        if (run.touched(event, request) or event["event"] == "cancel")
+        and since <= event["forward"] < finding.forward
     ]
     if not done:
         return finding
@@ -280,10 +301,10 @@ def _model(event: Event) -> str:
 
 
 def _short_trims(run: RunEvents) -> Iterator[Finding]:
-    """Trims that took off fewer rows than were asked, one finding for a request, a model and its layers."""
+    """Trims that took off another number of rows than was asked, one finding for a request, a model and its layers."""
     short: dict[tuple[int, str, str], list[Event]] = {}
     for event in run.of("trim"):
-        if event["done"] < event["asked"]:
+        if event["done"] != event["asked"]:
             short.setdefault((event["request"], _model(event), event["layers"]), []).append(event)
     for (_, model, layers), events in short.items():
         first = events[0]
@@ -318,21 +339,34 @@ def _stale(run: RunEvents) -> Iterator[Finding]:
         first, event = seen[0]
         drafts = (rows.phase == PHASES.index("draft")) == (model == "draft")
         inside = (rows.position >= event["expected"]) & (rows.position < event["found"])
-        before = np.flatnonzero((rows.request == request) & drafts & inside & (rows.forward < first))
+        mine = np.isin(rows.request, run.turns_to(request))
+        before = np.flatnonzero(mine & drafts & inside & (rows.forward < first))
         if not len(before):
             continue
         layers = format_ranges(e["layer"] for f, e in seen if f == first and type(e.get("layer")) is int)
-        written = int(rows.forward[before].max())
-        last = before[rows.forward[before] == written]
+        last = before[rows.forward[before] == int(rows.forward[before].max())]
+        owner = int(rows.request[last[0]])
+        what = f"rejected row{'' if len(last) == 1 else 's'}"
+        if owner != request:
+            # Of the turn before every row, the last write of each position.
+            last = before[
+                [
+                    n
+                    for n in range(len(before))
+                    if rows.position[before[n]] not in rows.position[before[n + 1 :]]
+                ]
+            ]
+            what = f"row{'' if len(last) == 1 else 's'} of {run.ids[owner]}"
+        several = "" if len(last) == 1 else "s"
         tokens = ", ".join(str(token) for token in rows.token[last].tolist()[:_LISTED])
-        one = len(last) == 1
+        written = format_ranges(sorted(set(rows.forward[last].tolist())))
         yield Finding(
             run.run,
             "stale",
             run.ids[request],
             first,
-            f"{len(last)} rejected {'row' if one else 'rows'} that forward {written} wrote at position{'' if one else 's'} "
-            f"{format_ranges(rows.position[last].tolist())} (token{'' if one else 's'} {tokens}) stayed in the {model}'s cache "
+            f"{len(last)} {what} that forward{'' if written.isdigit() else 's'} {written} wrote at position{several} "
+            f"{format_ranges(rows.position[last].tolist())} (token{several} {tokens}) stayed in the {model}'s cache "
             f"in layers {layers}, and the rows of forward {first} from position {event['expected']} on saw them",
         )
 
@@ -359,6 +393,39 @@ def _prefixes(run: RunEvents) -> Iterator[Finding]:
                 f"the {_model(event)}'s cache took {event['tokens']} positions from {run.ids[event['from']]}, whose token at "
                 f"position {wrong} is {given.get(wrong)} where this prompt has "
                 f"{prompt[wrong] if wrong < len(prompt) else 'none'}",
+            )
+
+
+def _turns(run: RunEvents) -> Iterator[Finding]:
+    """Turns that do not begin where the rows that they keep end, and those that lack tokens of the chat template."""
+    rows = run.trace.row_index()
+    for event in run.of("turn"):
+        request, told, closing = event["request"], event["told"], event.get("closing") or []
+        own = np.flatnonzero((rows.request == request) & (rows.phase != PHASES.index("draft")))
+        if len(own) and int(rows.position[own[0]]) != event["kept"]:
+            yield Finding(
+                run.run,
+                "turn",
+                run.id(event),
+                int(rows.forward[own[0]]),
+                f"the turn keeps {event['kept']} rows of {run.ids[event['from']]}, and its own begin at position "
+                f"{int(rows.position[own[0]])}",
+            )
+        tokens = run.trace.requests[request]["tokens"]
+        missing = next(
+            (n for n, token in enumerate(closing) if tokens[told + n : told + n + 1] != [token]), None
+        )
+        if missing is not None:
+            first = own[rows.position[own] >= told + missing]
+            left = len(closing) - missing
+            yield Finding(
+                run.run,
+                "template",
+                run.id(event),
+                int(rows.forward[first[0]]) if len(first) else event["forward"],
+                f"at position {told + missing} the conversation lacks the {'token' if left == 1 else f'{left} tokens'} "
+                f"{', '.join(map(str, closing[missing:]))} with which the chat template ends the answer of "
+                f"{run.ids[event['from']]}; it goes on with {tokens[told + missing] if told + missing < len(tokens) else 'nothing'}",
             )
 
 

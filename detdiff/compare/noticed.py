@@ -124,6 +124,16 @@ def _offset(events: Sequence[Event], ids: Sequence[str]) -> str:
     return f"the cache {_of_layers(events)} is at offset {event['found']}, the row at {event['expected']}"
 
 
+def _state(events: Sequence[Event], ids: Sequence[str]) -> str:
+    event, layers = events[0], _layers(events)
+    before = (
+        "a row that nothing is before"
+        if event["expected"] < 0
+        else f"the row after position {event['expected']}"
+    )
+    return f"the recurrent state{'' if layers.isdigit() else 's'} {_of_layers(events)} that {before} found {'is' if layers.isdigit() else 'are'} as position {event['found']} left {'it' if layers.isdigit() else 'them'}"
+
+
 def _token_fed(events: Sequence[Event], ids: Sequence[str]) -> str:
     return _told_otherwise(events, "was fed token", "were fed other tokens")
 
@@ -225,6 +235,7 @@ _DESCRIBED: Final[dict[str, tuple[tuple[str, ...], _Describe]]] = {
     "token_fed": (("position", "found", "expected"), _token_fed),
     "sequence": (("position",), _sequence),
     "offset": (("found", "expected"), _offset),
+    "state": (("found", "expected", "layer"), _state),
     "cache_missing": (("position", "first", "entries"), _missing),
     "cache_foreign": (("position", "cell", "at", "of"), _foreign),
     "cache_changed": ((), _changed),

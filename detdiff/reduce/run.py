@@ -57,7 +57,7 @@ def reduce(
     options = options or ReduceOptions()
     runs = [opened_run(run) for run in (a, b)]
     scenarios = [scenario_of(run) for run in runs]
-    _refuse_other_engines(scenarios)
+    _refuse_unreduced(scenarios)
     models = _models(scenarios, loaded, draft)
     plain_ = [_plain(run, asked, models) for run, asked in zip(runs, scenarios, strict=True)]
     start = Candidate(plain_[0], plain_[1])
@@ -108,13 +108,19 @@ def _started(trials: CandidateTrials, start: Candidate, step: Any, options: Redu
     return search
 
 
-def _refuse_other_engines(scenarios: list[Scenario]) -> None:
-    """Raises ReductionError for what another engine than MLX ran."""
+def _refuse_unreduced(scenarios: list[Scenario]) -> None:
+    """Raises ReductionError for what another engine than MLX ran, and for later turns."""
     other = next((each.engine for each in scenarios if each.engine != DEFAULT), None)
     if other is not None:
         raise ReductionError(
             f"The runs are those of the engine {other}; expected mlx, which runs every smaller pair. Take requests and settings out of the "
             "scenarios by hand, and compare them with `detdiff compare`."
+        )
+    turn = next((each.id for one in scenarios for each in one.requests if each.turn is not None), None)
+    if turn is not None:
+        raise ReductionError(
+            f"Request {turn!r} is a later turn, whose conversation hangs on the turns before it; expected requests of one turn. "
+            "Take turns out of the scenarios by hand, and compare them with `detdiff compare`."
         )
 
 

@@ -219,6 +219,13 @@ class Scenario:
                     rules.append(PathRule(**typed(table, RULE_KEYS)))
             return _scenario(keys, tuple(requests), tuple(rules))
 
+    def turns_with(self, id: str) -> frozenset[str]:
+        """The ids of all turns of the request that ``id`` is, or is a turn of."""
+        first: dict[str, str] = {}
+        for request in self.requests:
+            first[request.id] = request.id if request.turn is None else first[request.turn.after]
+        return frozenset(other for other, of in first.items() if of == first[id])
+
     def to_dict(self) -> dict[str, Any]:
         """The flat keys, fit for JSON, in one order; ``from_dict`` reads them. None is left to a default, but for those
         of speculation, cache and forcing, which stand here where they are used."""

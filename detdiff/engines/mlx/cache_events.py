@@ -15,7 +15,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 from mlx_lm.generate import GenerationBatch, PromptProcessingBatch
-from mlx_lm.models.cache import BatchRotatingKVCache, RotatingKVCache
+from mlx_lm.models.cache import ArraysCache, BatchRotatingKVCache, RotatingKVCache
 
 from detdiff.engines.mlx.taps.entries import cache_kind
 from detdiff.engines.mlx.taps.forward import Forward
@@ -273,3 +273,60 @@ def wraps(forward: Forward, cache: Sequence[Any]) -> Iterator[dict[str, Any]]:
                     "window": window,
                     "layers": format_ranges(layers),
                 }
+
+
+@dataclass
+class _LeftState:
+    """The recurrent states that a request left: those of its slot by layer, after ``position``."""
+
+    position: int
+    layers: dict[int, list[mx.array]]
+
+
+class TurnStates:
+    """Recurrent states from turn to turn: one that a later turn finds as it was left has not been taken back with its rows."""
+
+    def __init__(self) -> None:
+        self._left: dict[int, _LeftState] = {}
+        self._before: dict[int, int] = {}
+
+    def turn(self, request: int, before: int) -> None:
+        """The next forward of a request goes on from the turn ``before``."""
+        self._before[request] = before
+
+    def left(self, forward: Forward, cache: Sequence[Any]) -> None:
+        """Remember what a forward leaves; to be told while nothing has been written since."""
+        layers = {layer: one for layer, one in enumerate(cache) if isinstance(one, ArraysCache)}
+        for segment in forward.segments if layers else ():
+            states = {layer: _of_slot(one, segment.slot) for layer, one in layers.items()}
+            self._left[segment.request] = _LeftState(segment.start + segment.count - 1, states)
+
+    def found(self, forward: Forward, cache: Sequence[Any]) -> list[dict[str, Any]]:
+        """An event ``state`` for each layer in which a turn's first forward finds the state after another row than the one
+        before its own."""
+        events: list[dict[str, Any]] = []
+        for segment in forward.segments:
+            left = self._left.get(self._before.pop(segment.request, -1))
+            if left is None or left.position == segment.start - 1:
+                continue
+            for layer, states in left.layers.items():
+                now = _of_slot(cache[layer], segment.slot) if isinstance(cache[layer], ArraysCache) else []
+                if now and len(now) == len(states) and all(map(_alike, now, states)):
+                    events.append(
+                        {
+                            "kind": "state",
+                            "request": segment.request,
+                            "layer": layer,
+                            "found": left.position,
+                            "expected": segment.start - 1,
+                        }
+                    )
+        return events
+
+
+def _of_slot(cache: ArraysCache, slot: int) -> list[mx.array]:
+    return [state[slot : slot + 1] for state in cache.cache if isinstance(state, mx.array)]
+
+
+def _alike(a: mx.array, b: mx.array) -> bool:
+    return a.shape == b.shape and bool(mx.array_equal(a, b))

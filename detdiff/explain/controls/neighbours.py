@@ -68,7 +68,7 @@ def neighbour_content(case: Case) -> Outcome:
         "forwards_alike": alike,
         "forwards": len(trace.forwards()),
     }
-    more = len(scenario.requests) - 1
+    more = len(scenario.requests) - len(scenario.turns_with(id))
     others = "the other request" if more == 1 else f"the other {more} requests"
     if first is None:
         sentence = f"with other text of the same length in {others} of side {side}, no bit of {id} changed in the first {alike} forwards"
@@ -112,7 +112,7 @@ def _subject(case: Case) -> tuple[Side, str]:
     id = case.focus.id
     shared = {side: _company(case.trace(side), case.number(side, id)) for side in "ab"}
     side = "a" if shared["a"] > shared["b"] else "b"
-    if len(case.ids(side)) < 2:
+    if len(case.ids(side)) == len(case.scenario(side).turns_with(id)):
         raise CannotRun(f"{id} is the only request, so it has no neighbours")
     return side, id
 
@@ -131,7 +131,7 @@ def changed(
     keep_length: bool,
     seed: int = SEED,
 ) -> Scenario:
-    """The scenario of a side with the tokens of all requests but ``id`` changed, drawn with ``seed``."""
+    """The scenario of a side with the tokens of all requests but ``id`` and its other turns changed, drawn with ``seed``."""
     trace, scenario = case.trace(side), case.scenario(side)
     engine = case.engine(side)
     size = engine.identity.get("vocab_size") or max(max(r["tokens"]) for r in trace.requests) + 1
@@ -144,11 +144,15 @@ def changed(
 
     generated = trace.generated()
     requests: list[Request] = []
+    own = scenario.turns_with(id)
     for number, request in enumerate(scenario.requests):
-        if request.id == id:
+        if request.id in own or (request.turn is not None and request.tokens is None):
             requests.append(request)
             continue
         given = list(trace.requests[number]["tokens"])
+        if request.turn is not None:
+            # Of a later turn a trace has the whole conversation.
+            given = list(request.tokens or ())
         prompt = len(given)
         if scenario.task == SCORE:
             given += generated.token[generated.request == number].tolist()

@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from detdiff.engines.mlx.cache_events import describe, summarise, wraps
+from detdiff.engines.mlx.cache_events import TurnStates, describe, summarise, wraps
 from detdiff.engines.tasks import Pooling, scores
 from detdiff.scenario import Capture
 from detdiff.trace import Generated, Lens, Rows, TraceWriter, digest_rows, format_ranges
@@ -181,6 +181,9 @@ class Recorder:
         self._texts: set[int] = set()
         self._tokens = _PendingTokens()
         self._eager = False
+        # The prompt of a later turn is not known yet.
+        self._states = TurnStates() if 0 in settings.prompt_lengths else None
+        self._cache: Sequence[Any] = ()
         self.unrecorded: dict[int, str] = dict(sites.unrecorded)
         """The class of the cache of each layer of the target whose entries are not recorded."""
         self.forwards = 0
@@ -193,6 +196,9 @@ class Recorder:
             self._finish(self._pending.popleft())
         sites = self._maps[forward.model]
         self._record = self._last = ForwardRecord(forward, sites, bookkeeping=describe(cache))
+        self._cache = cache
+        if self._states is not None and forward.model == TARGET:
+            self._last.events += self._states.found(forward, cache)
         for segment in forward.segments:
             if segment.phase == "verify":
                 for position in range(segment.start, segment.start + segment.count):
@@ -267,6 +273,8 @@ class Recorder:
         record = self._record
         assert record is not None
         self._record = None
+        if self._states is not None and forward.model == TARGET:
+            self._states.left(forward, self._cache)
         if forward.logits_used:
             record.add("logits", [("in", self._head_out(record, logits)), ("out", logits)])
             if forward.model == TARGET:
@@ -316,6 +324,8 @@ class Recorder:
             )
         elif kind == "turn":
             self._settings.prompt_lengths[fields["request"]] = fields["tokens"]
+            if self._states is not None:
+                self._states.turn(fields["request"], fields["from"])
         last = self._last
         line = {"event": kind, "forward": -1 if last is None else last.forward.index, **fields}
         if last is None or last.written:
