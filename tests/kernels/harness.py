@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from tiers import THOROUGH
 
 from detdiff_kernels import Affine, Dense, Kernel, Weight, kernel
 
@@ -206,7 +207,10 @@ def _values(draw: st.DrawFn, rows: int, k: int, dtype: str, edges_of: list[float
 
 def _shape(draw: st.DrawFn, k: int, most: int) -> tuple[int, int]:
     """m and n, with m * n * k not far above ``most``: scalar statements take a microsecond a term."""
-    m = draw(st.integers(1, 9))
+    if not THOROUGH:
+        most //= 3
+    # Long rows are few, for the same reason.
+    m = draw(st.integers(1, 9 if THOROUGH else max(2, min(9, most // k))))
     return m, draw(st.integers(1, max(1, min(70, most // (m * k)))))
 
 

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 from harness import DTYPES, Float32, dense, differing, linear, normals, random_affine, rounded, unaligned
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from tiers import some_now
+from tiers import examples, some_now
 
 from detdiff_kernels import (
     Affine,
@@ -71,6 +71,7 @@ def test_every_kernel_takes_something() -> None:
 
 
 @pytest.mark.parametrize(("name", "form"), MAKERS)
+@settings(max_examples=examples(30))
 @given(above=st.integers(0, 9), below=st.integers(0, 9), seed=st.integers(0, 99))
 def test_a_row_does_not_depend_on_its_neighbours(
     name: str, form: str, above: int, below: int, seed: int

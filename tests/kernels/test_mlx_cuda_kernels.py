@@ -27,9 +27,10 @@ from harness import (
     random_affine,
     tree,
 )
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from statements import DenseStatement, Packed, Shape, Statement, agree, chain, in_order, told_apart
+from tiers import examples
 
 from detdiff_kernels import kernel, kernel_names
 
@@ -136,6 +137,7 @@ def sample(name: str, dtype: str, k: int = 1088, bits: int = 4) -> Case:
 
 
 @pytest.mark.parametrize("name", STATEMENTS)
+@settings(max_examples=examples(30))
 @given(data=st.data())
 def test_a_kernel_computes_what_its_statement_says(name: str, data: st.DataObject) -> None:
     agree(PREFIX + name, STATEMENTS[name], data.draw(CASES[name]))

@@ -18,7 +18,7 @@ from harness import (
     normals,
     random_affine,
 )
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_statements import (
     GEMV,
@@ -33,7 +33,7 @@ from mlx_statements import (
     WideQMV,
 )
 from statements import Statement, agree, in_order, product, told_apart
-from tiers import first_of_each, some_now
+from tiers import examples, first_of_each, some_now
 
 from detdiff_kernels import kernel, kernel_names
 
@@ -80,6 +80,7 @@ def test_every_kernel_has_a_statement_and_mutations() -> None:
 
 
 @pytest.mark.parametrize("name", STATEMENTS)
+@settings(max_examples=examples(30))
 @given(data=st.data())
 def test_a_kernel_computes_what_its_statement_says(name: str, data: st.DataObject) -> None:
     agree(PREFIX + name, STATEMENTS[name], data.draw(operands(name)))

@@ -22,10 +22,11 @@ from harness import (
     rounded,
     tree,
 )
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_statements import Tile
 from statements import DenseStatement, Shape, Statement, agree, chain, in_order, product, stated, told_apart
+from tiers import examples
 
 from detdiff_kernels import Affine, Kernel, Order, Walk
 from detdiff_kernels.order import lanes_of
@@ -91,6 +92,7 @@ def sample(dtype: str) -> Case:
 
 
 @pytest.mark.parametrize("name", STATEMENTS)
+@settings(max_examples=examples(30))
 @given(data=st.data())
 def test_a_kernel_computes_what_its_statement_says(name: str, data: st.DataObject) -> None:
     agree(name, STATEMENTS[name], data.draw(CASES[name]))
@@ -138,6 +140,7 @@ OTHERS: list[tuple[Order, Statement]] = [
 
 
 @pytest.mark.parametrize(("order", "statement"), OTHERS)
+@settings(max_examples=examples(30))
 @given(case=dense_cases())
 def test_an_order_is_all_that_a_kernel_needs(order: Order, statement: Statement, case: Case) -> None:
     other = Kernel("test/other", lambda shape: order, "made up", "inferred")
