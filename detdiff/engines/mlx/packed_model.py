@@ -113,7 +113,8 @@ class PackedCache:
             part = slice(start, start + count)
             results.append(lane.update_and_fetch(keys[:, :, part], values[:, :, part]))
             start += count
-        self._session.cache_call(keys, values, list(zip(self.lanes, results, strict=True)))
+        updates = map(self._session.update_of, self.lanes, results)
+        self._session.cache_call(keys, values, list(updates))
         return PackedEntries([r[0] for r in results]), PackedEntries([r[1] for r in results])
 
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from detdiff.engines.mlx.taps.forward import Forward
 from detdiff.engines.mlx.taps.sites import Arrays, SiteMap
+from detdiff.engines.mlx.taps.unread import CacheUpdate
 from detdiff.explain.case import Side
 from detdiff.explain.control import CannotRun
 from detdiff.explain.controls.finite import NotFiniteValue
@@ -225,11 +226,11 @@ class FiniteWatch:
         )
         raise NotFiniteSeen
 
-    def cache_call(self, key: str, keys: mx.array, values: mx.array, calls: list[tuple[Any, Any]]) -> None:
+    def cache_call(self, key: str, keys: mx.array, values: mx.array, calls: list[CacheUpdate]) -> None:
         if self._entry or self._forward is None:
             return
-        for _, result in calls:
-            for side, array in zip("KV", result[:2], strict=False):
+        for call in calls:
+            for side, array in zip("KV", call.result[:2], strict=False):
                 if not isinstance(array, mx.array) or not mx.issubdtype(array.dtype, mx.floating):
                     continue
                 wrong = ~mx.isfinite(array)

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from detdiff.engines.mlx.taps.forward import Forward, PathOverride, handle, memory
 from detdiff.engines.mlx.taps.kernel_plan import RowComputation, TakenPath
 from detdiff.engines.mlx.taps.sites import Arrays, SiteMap
+from detdiff.engines.mlx.taps.unread import CacheUpdate
 from detdiff.engines.schedule import Work
 from detdiff.explain.case import Case, Side
 from detdiff.scenario import KernelPlan, Scenario
@@ -167,7 +168,7 @@ class RerunWatch:
         several = max(1, taken.rows // len(everything))  # rows that the site made of each of the forward's
         runs.append((range(at.start // several, -(-at.stop // several)), taken.made))
 
-    def cache_call(self, key: str, keys: mx.array, values: mx.array, calls: list[tuple[Any, Any]]) -> None:
+    def cache_call(self, key: str, keys: mx.array, values: mx.array, calls: list[CacheUpdate]) -> None:
         self._writes.append((keys, values))
 
     def mask(self, layer: int | None, kind: str) -> None: ...

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from typing import Any, Final
 
 import mlx.core as mx
@@ -24,6 +25,7 @@ from detdiff.trace.digest import STORAGE
 from .digests import digest_entries, fold_entries
 from .forward import CacheCall, ForwardRows, Memory, Segment, handle, memory
 from .sites import SiteMap
+from .unread import CacheUpdate
 
 UInt64 = NDArray[np.uint64]
 Int64 = NDArray[np.int64]
@@ -270,6 +272,7 @@ class Ledgers:
         names = _entry_names(kinds, heads)
         weights = self._head_weights(len(names))
         offsets = np.cumsum([0] + [s.count for s in segments])
+        returned = self._returned(call, memories, kinds, heads)
         pieces: list[tuple[UInt64, UInt64, UInt64]] = []
         rows: list[Int64] = []
         places: list[Int64] = []
@@ -278,7 +281,7 @@ class Ledgers:
             segment = segments[lane]
             if segment.count == 0:
                 continue
-            found = self._found(call, memories, kinds, heads, slot)
+            found = returned[slot]
             low, physical = physical_places(call, len(found), segment)
             end = segment.start + segment.count
             ledger = self._ledger(segment.request, call.key, end, len(names))
@@ -335,6 +338,20 @@ class Ledgers:
         entries, written, read = (np.concatenate([p[i] for p in pieces]) for i in range(3))
         return CacheCallRows(order, names, entries, written, read, events, source if single else None)
 
+    def _returned(
+        self, call: CacheCall, memories: list[Memory], kinds: list[str], heads: list[int]
+    ) -> dict[int, UInt64]:
+        """Digests uint64 [columns, heads] of all that came back, by slot."""
+        known = call.known
+        if known is None:
+            return {slot: self._found(call, memories, kinds, heads, slot) for slot in call.slots}
+        first = 0 if call.fresh is None else call.fresh.start
+        # Of all slots, since one without rows now may have some later, when only those would be read.
+        return {
+            slot: known.put(slot, first, self._found(call, memories, kinds, heads, slot), call.length)
+            for slot in range(call.parts[0][1].shape[0])
+        }
+
     def _found(
         self, call: CacheCall, memories: list[Memory], kinds: list[str], heads: list[int], slot: int
     ) -> UInt64:
@@ -363,8 +380,8 @@ def _entry_names(kinds: list[str], heads: list[int]) -> tuple[str, ...]:
 def cache_call(
     key: str,
     layer: int,
-    result: Any,
-    cache: Any,
+    update: CacheUpdate,
+    fresh: range | None,
     columns: int,
     lanes: tuple[tuple[int, ...], tuple[int, ...], bool],
     unkept: str = "",
@@ -372,8 +389,9 @@ def cache_call(
     """Describe one ``update_and_fetch`` right after it happened; None where the entries cannot be addressed, as in a
     cache whose class is not known.
 
-    ``lanes`` are (segments, slots, own) as in CacheCall; ``unkept`` is a side that is left out.
+    ``fresh`` are the columns that have to be read, None for all; ``lanes`` are (segments, slots, own) as in CacheCall; ``unkept`` is a side that is left out.
     """
+    cache, result = update.cache, update.result
     kind = cache_kind(cache)
     parts = None if kind is None else entry_parts(result)
     if parts is None:
@@ -397,6 +415,9 @@ def cache_call(
         if columns == 1 and cache.rotated:
             ring = (cache._idx, 0, length)
     chunk = cache.chunk_size if kind is caches.ChunkedKVCache else None
+    if fresh is not None:
+        # Taking copies, where a slice of a single head would hold the cache's own memory.
+        parts = [(side, mx.take(part, _places(fresh.start, fresh.stop), axis=2)) for side, part in parts]
     return CacheCall(
         key,
         layer,
@@ -408,8 +429,16 @@ def cache_call(
         window,
         lanes[2],
         chunk=chunk,
-        stored=stored,
+        stored=() if fresh is not None else stored,
+        length=length,
+        fresh=fresh,
+        known=update.known,
     )
+
+
+@lru_cache(8)
+def _places(start: int, stop: int) -> mx.array:
+    return mx.array(list(range(start, stop)), mx.uint32)
 
 
 def entry_parts(result: Any) -> list[tuple[str, mx.array]] | None:

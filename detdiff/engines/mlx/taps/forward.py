@@ -20,6 +20,7 @@ from detdiff_kernels import Call
 
 from .kernel_plan import CallSite, Span, TakenPath
 from .sites import Arrays, SiteMap
+from .unread import CacheUpdate, ColumnDigests
 
 STRIDED_READ_ONLY = 0x11C  # PyBUF_FULL_RO of CPython's object.h
 
@@ -240,7 +241,8 @@ class CacheCall:
     kept in front, ring length) where the returned order is a ring's, else None; ``window`` is how many
     positions a row sees, ``chunk`` that it sees those of its own chunk of so many; ``own`` says that the cache holds one request only, whatever column of the forward its
     rows came from. ``device`` holds digests uint64 [slots, T, heads] where MLX computed them. ``stored`` are the cache's own arrays
-    in the order of ``parts``, at least as long; empty where the cache does not show them.
+    in the order of ``parts``, at least as long; empty where the cache does not show them. With ``fresh`` the ``parts`` are copies of these
+    columns only, of ``length``, and ``known`` has the digests of the others.
     """
 
     key: str
@@ -255,6 +257,9 @@ class CacheCall:
     chunk: int | None = None
     device: list[mx.array] = field(default_factory=list)
     stored: tuple[mx.array, ...] = ()
+    length: int = 0
+    fresh: range | None = None
+    known: ColumnDigests | None = None
 
 
 @dataclass
@@ -317,9 +322,7 @@ class Recording(Sink, Protocol):
 
     def begin(self, forward: Forward, cache: Sequence[Any]) -> None: ...
     def call(self, key: str, taken: TakenPath) -> None: ...
-    def cache_call(
-        self, key: str, keys: mx.array, values: mx.array, calls: list[tuple[Any, Any]]
-    ) -> None: ...
+    def cache_call(self, key: str, keys: mx.array, values: mx.array, calls: list[CacheUpdate]) -> None: ...
     def mask(self, layer: int | None, kind: str) -> None: ...
     def block_done(self, key: str) -> None: ...
     def end(self, forward: Forward, logits: mx.array) -> None: ...

@@ -23,6 +23,7 @@ from .entries import Selection, cache_call
 from .forward import DRAFT, TARGET, Forward, ForwardRecord, ForwardRows, as_float32, memory, top
 from .kernel_plan import NATIVE, TakenPath
 from .sites import Arrays, SiteMap
+from .unread import CacheUpdate
 
 # A packed forward calls these request by request.
 PER_REQUEST = ("rope", "attention", "cache_write", "cache_read")
@@ -114,6 +115,8 @@ def _unchosen(record: ForwardRecord, head: int) -> dict[_CallGroup, list[int]]:
 
 
 LAG = 2  # forwards whose digests wait: mlx-lm computes one ahead, so older ones are surely evaluated
+
+READ_ANEW = 32  # of so many updates of a cache one is read in full, or of as many as there are layers
 
 
 @dataclass
@@ -231,7 +234,7 @@ class Recorder:
         if self._record is not None:
             self._record.calls.setdefault(self._record.sites.index[key], []).append(taken)
 
-    def cache_call(self, key: str, keys: mx.array, values: mx.array, calls: list[tuple[Any, Any]]) -> None:
+    def cache_call(self, key: str, keys: mx.array, values: mx.array, calls: list[CacheUpdate]) -> None:
         record = self._record
         write = f"{key}.write"
         if record is None or write not in record.sites.index:
@@ -240,16 +243,29 @@ class Recorder:
         layer = record.sites.cache_layers[write]
         segments = record.forward.segments
         packed = record.forward.layout == "packed"
-        for lane, (cache, result) in enumerate(calls):
+        for lane, update in enumerate(calls):
             lanes = (lane,) if packed else tuple(range(len(segments)))
             slots = (0,) if packed else tuple(s.slot for s in segments)
             columns = segments[lane].count if packed else keys.shape[2]
             unkept = record.sites.unkept.get(write, "")
-            found = cache_call(key, layer, result, cache, columns, (lanes, slots, packed), unkept)
+            fresh = self._fresh(record, write, update)
+            found = cache_call(key, layer, update, fresh, columns, (lanes, slots, packed), unkept)
             if found is not None:
                 record.caches.append(found)
+                if update.known is not None:
+                    update.known.recorded = update.known.updates
             elif record.forward.model == TARGET:
-                self.unrecorded.setdefault(layer, type(cache).__name__)
+                self.unrecorded.setdefault(layer, type(update.cache).__name__)
+
+    def _fresh(self, record: ForwardRecord, write: str, update: CacheUpdate) -> range | None:
+        """The columns that have to be read of what a cache gave back; None: all of them."""
+        known, sites = update.known, record.sites
+        if known is None or known.recorded != known.updates - 1:
+            return None
+        if self._settings.selection.get(record.forward.model) is not None:
+            return None  # values are taken from the arrays themselves
+        turns = max(READ_ANEW, len(sites.cache_layers))
+        return None if (known.updates + sites.cache_layers[write]) % turns == 0 else update.fresh
 
     def mask(self, layer: int | None, kind: str) -> None:
         if self._record is not None and layer is not None:
@@ -282,11 +298,12 @@ class Recorder:
         if self._settings.pooling is not None:
             record.hidden = record.arrays[record.sites.ports[record.sites.norm or "", "out"]]
         side = list(record.lens)
+        side += [array for call in record.caches if call.fresh is not None for _, array in call.parts]
         if self._on_device:
             side += self._on_device_digests(record)
         if side:
             # Evaluated with the logits, so that reading them later waits for nothing.
-            mx.async_eval(logits, *side)
+            mx.async_eval(*([logits] if forward.logits_used else []), *side)
         self._pending.append(record)
         if self._eager:
             self._drain()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
@@ -23,6 +24,7 @@ from .forward import Attend, Forward, Packing, PathOverride, Recording, Sink, ha
 from .kernel_plan import CallSite, StagedWeights, TakenPath
 from .operations import Operations
 from .sites import Arrays, Discovery, SiteMap, discover, tapped, tapped_top, walk
+from .unread import CacheUpdate, CacheUpdates
 
 if TYPE_CHECKING:
     from .forward import Forward
@@ -146,6 +148,7 @@ class Session:
         self._entered = False
         self.scales: dict[str, float] = {}
         """The scale that each attention site was last called with, whatever its module calls it."""
+        self._updates = CacheUpdates()
         self._reset()
         self.sites: SiteMap = discover(model, self._discovering)
         if after is not None:
@@ -162,6 +165,7 @@ class Session:
         self._states_done: set[int] = set()
         self._failed_in: str | None = None
         self._experts: ExpertOrder | None = None
+        self._last_updates: dict[int, CacheUpdate] = {}
 
     @contextlib.contextmanager
     def _discovering(self, sink: Sink) -> Iterator[None]:
@@ -186,6 +190,7 @@ class Session:
         if self._entered:
             raise RuntimeError("this session is already entered; leave it first, or make a second session")
         self._entered = True
+        self._updates = CacheUpdates()
         self._reset()
         self.recording = recording
         bare = recording is None and self.operations.native and not packed and not self._injector
@@ -194,6 +199,7 @@ class Session:
                 yield self
         finally:
             self._entered = False
+            self._updates = CacheUpdates()
             self.recording = None
             self.on_logits = None
             self._reset()
@@ -460,15 +466,31 @@ class Session:
         place = self.sites.index.get(key)
         return None if place is None else self.sites.sites[place].layer
 
-    def cache(self, native: Callable[..., Any], cache: Any, args: Any) -> Any:
-        if not self._active or self.packing is not None:
+    def cache(self, native: partial[Any], cache: Any, args: Any) -> Any:
+        if not self._active:
             return native(*args)
+        if self.packing is not None:
+            return self._updated(native, cache, args).result
         given = self._hold_all(args)
-        result = native(*args)
-        self.cache_call(given[0], given[1], [(cache, result)])
-        return result
+        update = self._updated(native, cache, args)
+        self.cache_call(given[0], given[1], [update])
+        return update.result
 
-    def cache_call(self, keys: mx.array, values: mx.array, calls: list[tuple[Any, Any]]) -> None:
+    def _updated(self, native: partial[Any], cache: Any, args: Any) -> CacheUpdate:
+        """Run an update, and say which of the columns that came back are new."""
+        if self.recording is None:
+            return CacheUpdate(cache, native(*args))
+        before = self._updates.begins(cache, native.func)
+        update = self._updates.ended(cache, native.func, native(*args), before)
+        self._last_updates[id(cache)] = update
+        return update
+
+    def update_of(self, cache: Any, result: Any) -> CacheUpdate:
+        """The update of this forward in which a cache gave ``result`` back."""
+        found = self._last_updates.get(id(cache))
+        return found if found is not None and found.result is result else CacheUpdate(cache, result)
+
+    def cache_call(self, keys: mx.array, values: mx.array, calls: list[CacheUpdate]) -> None:
         """Record one write of ``keys`` and ``values`` [slots, heads, columns, width], per cache that took part."""
         key = self._key(f"{self._where}.cache")
         if self._sink is None:
@@ -476,11 +498,11 @@ class Session:
         if self.recording is not None and self.forward is not None:
             self.recording.cache_call(key, keys, values, calls)
             return
-        known = all(cache_kind(cache) and entry_parts(result) for cache, result in calls)
+        known = all(cache_kind(call.cache) and entry_parts(call.result) for call in calls)
         if not known or not isinstance(self._sink, Discovery):
             return
-        for cache, _ in calls:
-            self._sink.recorded(cache, f"{key}.write")
+        for call in calls:
+            self._sink.recorded(call.cache, f"{key}.write")
         given = [("k", keys), ("v", values)]
         self._sink.site(f"{key}.write", "cache_write", given, given, self._inside)
         self._sink.site(f"{key}.read", "cache_read", [], [], self._inside)

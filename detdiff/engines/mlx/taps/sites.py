@@ -13,6 +13,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
 from types import ModuleType
 from typing import Any, Protocol
@@ -399,7 +400,7 @@ class Taps(Protocol):
     def composite(self, name: str, native: Callable[..., Any], args: Any, kw: Any) -> Any: ...
     def top(self, native: Callable[..., Any], args: Any, kw: Any) -> Any: ...
     def attention(self, native: Callable[..., Any], args: Any, kw: Any) -> Any: ...
-    def cache(self, native: Callable[..., Any], cache: Any, args: Any) -> Any: ...
+    def cache(self, native: partial[Any], cache: Any, args: Any) -> Any: ...
     def gather_sort(self, native: Callable[..., Any], args: Any) -> Any: ...
 
 
@@ -503,7 +504,7 @@ def _tap_cache(stack: contextlib.ExitStack, taps: Taps, cls: Any) -> None:
     native = cls.update_and_fetch
 
     def update_and_fetch(self: Any, keys: Any, values: Any) -> Any:
-        return taps.cache(lambda k, v: native(self, k, v), self, (keys, values))
+        return taps.cache(partial(native, self), self, (keys, values))
 
     _set(stack, cls, "update_and_fetch", update_and_fetch)
 
