@@ -225,19 +225,17 @@ class StepWriter:
             if site.kind == "tap":
                 tap = one.taps[site.name]
                 values, positions = tap.inputs if is_input else tap.out, tap.positions
+                place = {position: n for n, position in enumerate(positions.tolist())}
+                at = np.array([place.get(p, -1) for p in table.position[mine].tolist()], np.int64)
             else:
                 values = one.log_probabilities
-                positions = np.arange(len(one.tokens)) + self._prompts[request] - 1
+                at = table.position[mine] - self._prompts[request] + 1
+                at[at >= len(one.tokens)] = -1
             assert values is not None
-            place = {position: n for n, position in enumerate(positions.tolist())}
-            here = [
-                (row, place[p])
-                for row, p in zip(mine.tolist(), table.position[mine].tolist(), strict=True)
-                if p in place
-            ]
-            if here:
-                rows.append(np.array([row for row, _ in here], np.int64))
-                pieces.append(values.data[[n for _, n in here]])
+            mine, at = mine[at >= 0], at[at >= 0]
+            if len(mine):
+                rows.append(mine)
+                pieces.append(values.data[at])
                 dtypes.add((values.dtype, pieces[-1].shape[1:]))
         if not rows:
             return None
