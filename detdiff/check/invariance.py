@@ -147,7 +147,7 @@ def _near_tie(request: RequestDivergence) -> bool:
 
 
 _UNMET: Final = (
-    "No two requests were served at a time: each had ended when the next one came, so that this composition did not happen. Let "
+    "No two requests were served at a time, as far as can be seen: each had ended when the next one came, or nothing shows that it had not, so that this composition did not happen. Let "
     "them generate more tokens (max_tokens), or arrive closer to each other."
 )
 ORIGINS: Final = 1000

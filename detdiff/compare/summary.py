@@ -171,8 +171,7 @@ def _together(trace: Trace) -> tuple[int | None, bool | None]:
     found = trace.header["times"].get("together")
     if not isinstance(found, dict):
         return (1, None) if trace.scenario.get("schedule") == "serial" else (None, None)
-    met = found.get("met")
-    return (int(found["most"]) if met is not None else None), met
+    return (int(found["most"]) if found.get("met") is not None else None), not trace.unmet
 
 
 def _cached(traces: Iterable[Trace]) -> int | None:

@@ -90,7 +90,9 @@ def summary_headline(summary: Summary) -> str:
         )
     same = "repetitions are equal" if summary.repeats else "nothing was repeated"
     if all(arm.identical for arm in summary.arms):
-        unmet = ", but requests that were sent together did not run together" if summary.unmet else ""
+        unmet = (
+            ", but nothing shows that requests which were sent together ran together" if summary.unmet else ""
+        )
         return f"Every answer of {worst.requests} is equal in both sides{unmet}; {same}."
     flips = (
         f"{worst.flipped} of {worst.requests} answers flip"
@@ -124,7 +126,9 @@ def _details(arm: ArmSummary) -> list[str]:
         lines.append(
             f"margins: {_number(at[1])} in the middle at flips (largest {_number(at[2])}), {_number(other[1])} elsewhere (smallest {_number(other[0])})"
         )
-    if arm.met is False:
+    if arm.met is False and arm.most is None:
+        lines.append("whether the requests ran together was not seen")
+    elif arm.met is False:
         lines.append(f"the requests did not all run together: {arm.most} at most at a time of {arm.asked}")
     elif arm.most is not None and arm.most < arm.asked:
         lines.append(f"at most {arm.most} of {arm.asked} were seen to run at a time")

@@ -110,9 +110,9 @@ class Trace:
 
     @property
     def unmet(self) -> bool:
-        """Whether requests that were sent to a server together were seen not to run together."""
+        """Whether nothing shows that requests which were sent to a server together ran together."""
         server = self.header.get("server")
-        return isinstance(server, dict) and server.get("met") is False
+        return isinstance(server, dict) and "met" in server and server["met"] is not True
 
     @property
     def engine(self) -> str:

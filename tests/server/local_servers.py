@@ -148,13 +148,23 @@ class SmallModel:
 
     ``fault`` is one of: "rounding" (no fault: batches round otherwise), "swapped", "neighbour_scores", "state", "random",
     "wrong_page", "no_penalty", "leak", or "" for none. ``alone`` answers one request at a time. ``owner`` "other" is a server
-    that gives no ids and whose cache cannot be switched off.
+    that gives no ids and whose cache cannot be switched off. ``tells`` is the path at which it tells its load, "/metrics" or "/slots";
+    ``replicas`` tells it as one of several servers behind an address would, which runs one request at a time.
     """
 
     def __init__(
-        self, fault: str = "", *, alone: bool = False, owner: str = "llamacpp", pace: float = 0.004
+        self,
+        fault: str = "",
+        *,
+        alone: bool = False,
+        owner: str = "llamacpp",
+        pace: float = 0.004,
+        tells: str = "",
+        replicas: bool = False,
     ) -> None:
         self.fault, self.alone, self.owner, self._pace = fault, alone, owner, pace
+        self._tells, self._replicas = tells, replicas
+        self._running = self._busy = self._forwards = 0
         self.sizes: Iterator[int] = iter(())
         self._waiting: queue.Queue[_Serving | None] = queue.Queue()
         self._served: list[tuple[int, ...]] = []
@@ -172,6 +182,8 @@ class SmallModel:
             "/v1/completions": self._reply,
             "/v1/chat/completions": self._reply,
         }  # fmt: skip
+        if self._tells:
+            replies[self._tells] = self._load
         if self.owner != "llamacpp":
             del replies["/props"], replies["/tokenize"]
         try:
@@ -180,6 +192,19 @@ class SmallModel:
         finally:
             self._waiting.put(None)
             thread.join()
+
+    def _load(self, handler: BaseHTTPRequestHandler, _: Any) -> None:
+        running = min(self._running, 1) if self._replicas else self._running
+        if self._tells == "/slots":
+            send_json(handler, [{"id": n, "is_processing": n < running} for n in range(8)])
+            return
+        forwards = self._busy if self._replicas else self._forwards
+        send_json(
+            handler,
+            f"# HELP llamacpp:requests_processing Number of requests processing.\nllamacpp:requests_processing {running}\n"
+            f"llamacpp:requests_deferred 0\nllamacpp:n_decode_total {forwards}\n"
+            f"llamacpp:n_busy_slots_per_decode {self._busy / max(forwards, 1):.6g}\n",
+        )
 
     def _reply(self, handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
         prompt = body.get("prompt", "".join(each["content"] for each in body.get("messages", ())))
@@ -248,6 +273,8 @@ class SmallModel:
                     each.read = (*each.prompt[:-4], *self._served[0][:2], *each.prompt[-2:])
         for step in range(max(each.body["max_tokens"] for each in batch)):
             running = [each for each in batch if step < each.body["max_tokens"]]
+            self._running, self._forwards = len(running), self._forwards + 1
+            self._busy += len(running)
             found = [self._step(each, batch, noise, before) for each in running]
             for n, (each, (token, scores)) in enumerate(zip(running, found, strict=True)):
                 each.tokens.append(token)
@@ -259,6 +286,7 @@ class SmallModel:
             while any(not each.events.empty() for each in running):
                 time.sleep(0.001)
             time.sleep(self._pace if len(batch) > 1 else 0)
+        self._running = 0
         for each in batch:
             each.events.put(_end(len(each.tokens), each.cached))
             each.events.put(None)

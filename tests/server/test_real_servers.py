@@ -28,6 +28,7 @@ params.model.path = sys.argv[1]
 params.hostnames, params.port = ["127.0.0.1"], 0
 params.n_parallel, params.n_ctx, params.cache_ram_mib, params.n_threads_http = 8, 2048, 0, 12
 params.warmup = params.ui = False
+params.endpoint_metrics = True
 params.verbosity = 0
 params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
 server = xllamacpp.Server(params)
@@ -123,6 +124,8 @@ def test_llama_cpp_with_a_tiny_model(tmp_path: Path) -> None:
             Scenario.from_flags(f"{address}/v1", ["hello", "there"], "chat static max_tokens=6"),
             tmp_path / "chat",
         )
+    load = chat.header["times"]["together"]["load"]
+    assert load["by"] == "/metrics" and 1 < load["shared"] <= 2
     assert chat.complete and "logits" not in chat.lacks and len(chat.generated(lens=False).token) >= 2
     assert code in (0, 1, 3)
     (arm,) = found["arms"]

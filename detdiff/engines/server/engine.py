@@ -18,6 +18,7 @@ from .answers import ServerAnswer
 from .asking import Asking, messages_of
 from .client import ServerClient
 from .kinds import KINDS, FoundServer, detect
+from .load import LoadWatch
 from .settings import ServerAddress, ServerSettings
 from .together import TogetherEvidence, at_once, evidence, poisson
 
@@ -245,6 +246,7 @@ class _ServerRun:
         self._written: StepWriter | None = None
         self._came: list[list[Sequence[float]]] = []
         self._rehearsed = False
+        self._load = LoadWatch(engine.client, engine.kind.load)
         self._kinds: AnswerKinds
         self._again = dict(engine.client.again)
         self._started, self._clock = time.time(), time.perf_counter()
@@ -295,7 +297,8 @@ class _ServerRun:
         self._engine.client.stopped = False
         if len(jobs) == 1 and not starts:
             return {numbers[0]: self._kept([numbers[0]], [jobs[0]()], values)[0]}
-        outcome = at_once(jobs, starts, active, self._engine.client.stop)
+        with self._load.watched():
+            outcome = at_once(jobs, starts, active, self._engine.client.stop)
         done = [place for place in range(len(jobs)) if place in outcome.done]
         found = [outcome.done[place] for place in done]
         # What was answered before a failure stays readable.
@@ -450,6 +453,19 @@ class _ServerRun:
                     if seen.met is False
                     else "whether the requests ran together was not seen: their answers did not stream"
                 )
+            if seen.alone_inside:
+                notes.append(
+                    "the server counts one request in each of its forwards: where tokens come between each other's all the same, "
+                    "several servers stand behind the address"
+                )
+            if seen.load is None:
+                notes.append(
+                    f"the server does not say how many requests it runs: {self._load.absent or 'nothing came while they ran'}"
+                )
+            elif seen.load.before:
+                notes.append(
+                    "the server ran requests of others before these: what met here is not all that met there"
+                )
         return {
             "times": times,
             "observer": {"forwards": 0, "equal": None},
@@ -461,11 +477,17 @@ class _ServerRun:
         return not self._scenario.requests[number].sampling.temperature
 
     def _evidence(self) -> TogetherEvidence:
+        schedule = self._scenario.schedule
         streamed = (self._engine.kind.streams_values and self._engine.own.stream) or self._rehearsed
-        if not streamed:
-            return TogetherEvidence(None, 1, 0, "nothing: answers did not stream")
-        by = "tokens of a streamed rehearsal" if self._rehearsed else "times of tokens"
-        return evidence(self._came, by, every=self._scenario.schedule.kind == "static")
+        if streamed:
+            by = "tokens of a streamed rehearsal" if self._rehearsed else "times of tokens"
+            found = evidence(self._came, by, every=schedule.kind == "static")
+        else:
+            found = TogetherEvidence(None, 1, 0, "nothing: answers did not stream")
+        sent = (
+            2 if schedule.kind == "continuous" else min(schedule.active or len(self._asked), len(self._asked))
+        )
+        return found.with_load(self._load.found(), sent)
 
 
 def open_server(model: str | None, settings: Mapping[str, Any]) -> ServerEngine:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from .load import MetricNames
+
 
 @dataclass(frozen=True)
 class ServerKind:
@@ -17,6 +19,7 @@ class ServerKind:
     generates on after a stop token. ``streams_values`` is whether log-probabilities come in streams, too. ``cache_off`` is
     added where prefix caches are to be off; the value "fresh" stands for one that no other request has. ``reset`` is
     the path that forgets what was cached. ``values`` is false where it gives text alone. ``notes`` are what a trace says of it.
+    ``load`` is where it tells how many requests it runs.
     """
 
     name: str
@@ -34,6 +37,7 @@ class ServerKind:
     values: bool = True
     notes: tuple[str, ...] = ()
     sampled_note: str = ""
+    load: MetricNames | None = None
 
 
 KINDS: Final[Mapping[str, ServerKind]] = {
@@ -47,6 +51,8 @@ KINDS: Final[Mapping[str, ServerKind]] = {
             takes_ids=True,
             ignores_stop=True,
             cache_off={"cache_salt": "fresh"},
+            # docs/usage/metrics.md of vLLM.
+            load=MetricNames("vllm:num_requests_running", "vllm:num_requests_waiting"),
         ),
         # `/generate`, `/flush_cache`: SGLang's native API.
         ServerKind(
@@ -56,6 +62,12 @@ KINDS: Final[Mapping[str, ServerKind]] = {
             takes_ids=True,
             ignores_stop=True,
             reset="/flush_cache",
+            # docs/references/production_metrics.md of SGLang; counted every 40 forwards.
+            load=MetricNames(
+                "sglang:num_running_reqs",
+                "sglang:num_queue_reqs",
+                switch="; --enable-metrics switches them on",
+            ),
         ),
         # tools/server/README.md of llama.cpp: `cache_prompt`, `/tokenize`, `id` in log-probabilities.
         ServerKind(
@@ -64,9 +76,26 @@ KINDS: Final[Mapping[str, ServerKind]] = {
             takes_ids=True,
             ignores_stop=True,
             cache_off={"cache_prompt": False},
+            # tools/server/README.md of llama.cpp, `/metrics` and `/slots`.
+            load=MetricNames(
+                "llamacpp:requests_processing",
+                "llamacpp:requests_deferred",
+                busy="llamacpp:n_busy_slots_per_decode",
+                forwards="llamacpp:n_decode_total",
+                slots="/slots",
+                switch="; --metrics switches them on",
+            ),
         ),
         # `/generate_stream`, `/tokenize`: TGI's native API.
-        ServerKind("tgi", shape="tgi", top=5, completion_top=5, tokenize="/tokenize"),
+        ServerKind(
+            "tgi",
+            shape="tgi",
+            top=5,
+            completion_top=5,
+            tokenize="/tokenize",
+            # docs/source/reference/metrics.md of TGI.
+            load=MetricNames("tgi_batch_current_size", "tgi_queue_size"),
+        ),
         ServerKind(
             "mlx_lm",
             top=0,

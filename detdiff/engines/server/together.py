@@ -7,8 +7,10 @@ import random
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
+
+from .load import ServerLoad
 
 T = TypeVar("T")
 
@@ -83,16 +85,37 @@ class TogetherEvidence:
 
     ``met`` is False where a request was answered while no other one of its batch was (of schedule continuous: where that is
     so of all), None where times of tokens are not known. ``most`` is how many ran at a time, ``interleaved`` how many pairs of requests
-    have tokens between each other's.
+    have tokens between each other's. ``load`` is what the server itself said meanwhile.
     """
 
     met: bool | None
     most: int
     interleaved: int
     by: str
+    load: ServerLoad | None = None
 
     def to_json(self) -> dict[str, Any]:
-        return {"met": self.met, "most": self.most, "interleaved": self.interleaved, "by": self.by}
+        load = {} if self.load is None else {"load": self.load.to_json()}
+        return {"met": self.met, "most": self.most, "interleaved": self.interleaved, "by": self.by} | load
+
+    @property
+    def alone_inside(self) -> bool:
+        """Whether the server counts forwards of one request alone, whatever was sent: tokens of two servers behind one
+        address come between each other's, too."""
+        return self.load is not None and self.load.shared is not None and self.load.shared <= 1
+
+    def with_load(self, load: ServerLoad | None, sent: int) -> TogetherEvidence:
+        """With what the server said of batches of ``sent`` requests, which may be all that is known of them."""
+        found = replace(self, load=load)
+        if load is None:
+            return found
+        if found.alone_inside:
+            return replace(found, met=False)
+        if self.met is None and load.readings and load.running - load.before >= sent:
+            return replace(
+                found, met=True, most=int(load.running - load.before), by=f"the server's {load.by}"
+            )
+        return found
 
 
 def evidence(batches: Sequence[Sequence[Sequence[float]]], by: str, *, every: bool) -> TogetherEvidence:
