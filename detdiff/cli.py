@@ -201,7 +201,7 @@ def sides_options(traces: str, *, keep: bool = True) -> Callable[[F], F]:
         click.option(
             "--server-kind",
             metavar="KIND",
-            help="Short for --both engine.kind=KIND: vllm, sglang, llama.cpp, tgi, mlx_lm, transformers or openai.",
+            help="Short for --both engine.kind=KIND: vllm, sglang, llama.cpp, tgi, mlx_lm, transformers, detdiff or openai.",
         ),
         import_option,
     )
@@ -276,19 +276,19 @@ def record(
     imports: tuple[str, ...],
     as_json: bool,
 ) -> None:
-    """Run SCENARIO, a TOML file, and write its trace.
+    """Run SCENARIO, a TOML file, or a trace, whose scenario is run again, and write its trace.
 
     Example: detdiff record scenario.toml -o traces/a --set schedule=continuous
     """
     from detdiff.commands.show import summary, summary_text
-    from detdiff.commands.sides import record_trace
-    from detdiff.scenario import Scenario, parse_flags
+    from detdiff.commands.sides import read_scenario, record_trace
+    from detdiff.scenario import parse_flags
 
     _import(imports)
     for key, value in (("capture", capture), ("engine", engine)):
         if value is not None:
             changes = (*changes, f"{key}={value}")
-    asked = Scenario.from_toml(scenario).with_changes(**parse_flags(_words(changes)))
+    asked = read_scenario(scenario).with_changes(**parse_flags(_words(changes)))
     with _progress("recording") as on_token:
         found = summary(record_trace(asked, trace, on_token))
     _answer(as_json, lambda: found, lambda: summary_text(found, width=_width()))
@@ -611,6 +611,77 @@ def show(trace: Path, forwards: bool, sites: bool, partial: bool, as_json: bool)
 
     found = summary(opened(trace, partial=partial), every=forwards, sites=sites)
     _answer(as_json, lambda: found, lambda: summary_text(found, width=_width()))
+
+
+@main.command()
+@click.argument("model", required=False, default="builtin")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option(
+    "--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: any that is free."
+)
+@file_option("--trace", "DIR", "Record all requests into this new directory, to be replayed and explained.")
+@click.option(
+    "--kernels", metavar="NAME", help="Short for --set kernels=NAME: a dispatch profile, or native."
+)
+@click.option("--split-rows", metavar="N", help="Short for --set split_rows=N: at most N rows go row by row.")
+@click.option(
+    "--set",
+    "changes",
+    metavar="KEY=VALUE",
+    multiple=True,
+    help="A key of a scenario, such as active=8, row_budget=512 or schedule=serial.",
+)
+@click.option(
+    "--queue",
+    type=click.IntRange(0),
+    default=256,
+    show_default=True,
+    help="Requests that wait at most; more are refused with status 429.",
+)
+@click.option(
+    "--body-limit",
+    metavar="BYTES",
+    type=click.IntRange(1),
+    default=4 << 20,
+    show_default=True,
+    help="Bytes of one request at most.",
+)
+@click.option(
+    "--grace",
+    metavar="SECONDS",
+    type=click.FloatRange(0, 3600),
+    default=5.0,
+    show_default=True,
+    help="How long running requests may go on once the server is told to end.",
+)
+@import_option
+def serve(
+    model: str,
+    kernels: str | None,
+    split_rows: str | None,
+    changes: tuple[str, ...],
+    imports: tuple[str, ...],
+    **options: Any,
+) -> None:
+    """Serve MODEL (builtin, a directory or a hub id) behind the OpenAI API, recorded where --trace says so.
+
+    Requests that are there together run together, packed, in forwards of an mlx-lm model. The trace holds what was asked and
+    when, forward by forward, so that detdiff record, compare and explain can run the very same forwards again.
+
+    Example: detdiff serve builtin --kernels candle-metal --trace traces/served
+    """
+    from detdiff.commands.serve import ServeArguments, served
+
+    _import(imports)
+    for key, value in (("kernels", kernels), ("split_rows", split_rows)):
+        if value is not None:
+            changes = (*changes, f"{key}={value}")
+
+    def on_start(address: str, name: str) -> None:
+        click.echo(f"{name} is served at {address}/v1")
+        sys.stdout.flush()
+
+    click.echo(served(ServeArguments(model=model, flags=_words(changes), **options), on_start))
 
 
 @main.command()

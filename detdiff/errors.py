@@ -504,6 +504,10 @@ class LlamaFailed(DetdiffError):
     """llama.cpp gave up in the middle of a run."""
 
 
+class ServeFailed(DetdiffError):
+    """A server of ours cannot listen, or what it needs is not installed."""
+
+
 class TorchMissing(DetdiffError):
     """torch or transformers is needed and is not installed."""
 

@@ -11,7 +11,9 @@ import pytest
 from import_rules import circles, class_twins, edges, importers, modules, only_forwards
 
 ROOT = Path(__file__).resolve().parent.parent
-HEAVY = {"msgspec", "mlx", "mlx_lm", "numba", "tokenizers", "torch", "transformers", "xllamacpp"}
+HEAVY = {
+    "mlx", "mlx_lm", "msgspec", "numba", "starlette", "tokenizers", "torch", "transformers", "uvicorn", "xllamacpp",
+}  # fmt: skip
 
 
 def python(program: str) -> str:
@@ -79,9 +81,11 @@ HOMES = {
     "msgspec": ("engines/server/",),
     "mlx": ("engines/mlx/",),
     "mlx_lm": ("engines/mlx/",),
+    "starlette": ("serving/",),
     "tabulate": ("report/text.py",),
     "torch": ("engines/transformers/",),
     "transformers": ("engines/transformers/",),
+    "uvicorn": ("serving/",),
     "xllamacpp": ("engines/llama_cpp/",),
 }
 """Where in detdiff a library may be imported."""

@@ -83,6 +83,13 @@ def sides(asked: ComparisonArguments) -> tuple[Side, Side]:
     return found
 
 
+def read_scenario(path: Path) -> Scenario:
+    """The scenario of a TOML file, or of a trace. Raises what reading either raises."""
+    if path.is_dir():
+        return Scenario.from_dict(Trace.open(path).scenario, where=f"the scenario of {path}")
+    return Scenario.from_toml(path)
+
+
 def check_replay(asked: ComparisonArguments, replay: bool) -> None:
     """Raises CommandError where two engines are to be replayed."""
     if replay and asked.across_engines:

@@ -56,6 +56,7 @@ PREFILL_CHUNK: Final = "prefill_chunk"
 TEXT: Final = "text"
 SCORES: Final = "scores"
 EMBEDS: Final = "embeds"
+LIVE: Final = "live"
 # Where it is.
 ADDRESS: Final = "address"
 

@@ -120,7 +120,7 @@ def check(header: Any, where: str) -> None:
         raise TraceHeaderError(
             f"{where} has a note that is not text; expected strings. Record the trace again."
         )
-    _check_requests(header["requests"], where)
+    check_requests(header["requests"], where)
     if header["complete"]:
         _check_files(header, where)
 
@@ -167,9 +167,11 @@ def _are_roles(told: Any) -> bool:
     )
 
 
-def _check_requests(requests: Sequence[Any], where: str) -> None:
-    seen: set[str] = set()
-    for place, request in enumerate(requests):
+def check_requests(requests: Sequence[Any], where: str, first: int = 0, ids: set[str] | None = None) -> None:
+    """Raises RequestListError for one of ``requests``, whose places begin at ``first``; ``ids`` are those before them, and
+    are added to."""
+    seen: set[str] = set() if ids is None else ids
+    for place, request in enumerate(requests, first):
         found = request if isinstance(request, dict) else {}
         tokens = found.get("tokens")
         ok = (

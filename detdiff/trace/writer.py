@@ -45,7 +45,16 @@ from detdiff.trace.contents import (
 )
 from detdiff.trace.digest import STORAGE
 from detdiff.trace.files import replace_file, writing
-from detdiff.trace.header import FORWARDS, HEADER, SCHEMA, TEXTS, check, encode, parse_sites
+from detdiff.trace.header import (
+    FORWARDS,
+    HEADER,
+    SCHEMA,
+    TEXTS,
+    check,
+    check_requests,
+    encode,
+    parse_sites,
+)
 from detdiff.trace.log import LogWriter, add_text, check_event, check_forward, check_plan, encode_line
 from detdiff.trace.shard import EMBEDDING_TENSORS, LENS_TENSORS, encode_header, shard_name
 
@@ -271,6 +280,8 @@ class TraceWriter:
         check_lacking_sites("The header given to the writer", self._header, sites)
         ports = ports_of(sites)
         self._limits = Limits(len(self._header["requests"]), 0, len(ports))
+        self._ids = {request["id"] for request in self._header["requests"]}
+        self._grown = False
         self._shard_bytes, self._shard_forwards = shard_bytes, shard_forwards
         self._durable = durable
         self._tables: dict[tuple[int, ...], int] = {}
@@ -300,6 +311,20 @@ class TraceWriter:
                 ) from None
             self._text_log = LogWriter(self.path / TEXTS, durable=durable)
             replace_file(self.path / HEADER, [encode(self._header)], durable=durable)
+
+    def request(self, request: Mapping[str, Any], told: Mapping[str, Any]) -> int:
+        """One more request than the header was begun with, and what its scenario says of it; its number.
+
+        The header on disk has it before a log or shard names it. Raises RequestListError and TraceHeaderError.
+        """
+        self._must_be_open()
+        number = self._limits.requests
+        check_requests([request], f"The header of {self.path}", number, self._ids)
+        self._header["requests"].append(dict(request))
+        self._header["scenario"].setdefault("request", []).append(dict(told))
+        self._grown = True
+        self._limits = replace(self._limits, requests=number + 1)
+        return number
 
     def plan(self, calls: Sequence[Mapping[str, Any]]) -> int:
         """The number of the plan with these calls, for a forward's ``plan``; logs it when it is new.
@@ -442,6 +467,7 @@ class TraceWriter:
             return
         try:
             self._flush()
+            self._write_grown()
             with self._failing(self.path / FORWARDS):
                 self._forward_log.flush()
                 self._text_log.flush()
@@ -473,6 +499,7 @@ class TraceWriter:
         if not buffer:
             return
         path = self.path / shard_name(buffer.index)
+        self._write_grown()
         # The logs first: a shard may name only forwards that are on disk.
         with self._failing(self.path / FORWARDS):
             self._forward_log.flush()
@@ -490,6 +517,13 @@ class TraceWriter:
         # An interrupt anywhere above leads to the same shard being written again, never to rows stored twice.
         self._shards[buffer.index] = {"name": path.name, "bytes": size, "crc32": crc}
         self._buffer = ShardBuffer(buffer.index + 1)
+
+    def _write_grown(self) -> None:
+        """The header with the requests that came since it was written."""
+        if self._grown:
+            with self._failing(self.path / HEADER):
+                replace_file(self.path / HEADER, [encode(self._header)], durable=self._durable)
+            self._grown = False
 
     @contextmanager
     def _failing(self, path: Path) -> Iterator[None]:

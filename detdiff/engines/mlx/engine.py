@@ -6,7 +6,7 @@ import hashlib
 import platform
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -18,10 +18,9 @@ import detdiff
 from detdiff.engines import base
 from detdiff.engines.base import Begin, RunOptions, blas_in_use, chip, flags, imported, version
 from detdiff.engines.mlx.taps.entries import Selection
-from detdiff.engines.mlx.taps.forward import DRAFT, lens_logits
+from detdiff.engines.mlx.taps.forward import DRAFT
 from detdiff.engines.mlx.taps.recorder import Recorder, RecordingSettings
-from detdiff.engines.mlx.taps.session import Session
-from detdiff.engines.mlx.taps.sites import ROLES, model_modules
+from detdiff.engines.mlx.taps.sites import model_modules
 from detdiff.engines.record import record as record_engine
 from detdiff.engines.schedule import Work
 from detdiff.engines.tasks import Pooling
@@ -34,7 +33,16 @@ from .model_directory import config_value
 from .padded import OnChoice
 from .path_changes import SingleRowPaths
 from .run_checks import FirstLogits, compare_logits
-from .serve import Models, OnLogits, Sessions, in_dtype, prepared, run_unrecorded, serve
+from .serve import (
+    Models,
+    OnLogits,
+    Sessions,
+    in_dtype,
+    prepared,
+    run_unrecorded,
+    serve,
+    unrecorded_caches,
+)
 
 if TYPE_CHECKING:
     from detdiff.explain.case import Case
@@ -43,6 +51,7 @@ if TYPE_CHECKING:
     from detdiff.explain.origins import Captured
 
     from .cache_patches import CachePatches
+    from .live import PackedLive
     from .path_changes import MinimalChangeTrials
 
 
@@ -70,6 +79,7 @@ _CAPABILITIES: Final = frozenset(
         base.TEXT,
         base.SCORES,
         base.EMBEDS,
+        base.LIVE,
     }
 )
 
@@ -146,6 +156,12 @@ class MlxEngine:
         """The identity of a speculative scenario's draft model."""
         draft = self.models(scenario).draft
         return {} if draft is None else draft.identity
+
+    def live(self, scenario: Scenario, path: Path | None) -> PackedLive:
+        """A run of requests that come while it runs, recorded into the new directory ``path``. See `PackedLive`."""
+        from .live import PackedLive
+
+        return PackedLive(self, scenario, path)
 
     # What controls ask beside recordings. What it takes is loaded then.
 
@@ -338,32 +354,16 @@ def _chosen(scenario: Scenario, recorder: Recorder) -> OnChoice | None:
     return on_choice if any(told) else None
 
 
-def unrecorded_caches(classes: Mapping[int, str]) -> str:
-    """Why the cache entries of some layers are not in a trace; ``classes`` has their caches' class by layer."""
-    by_class: dict[str, list[int]] = {}
-    for layer, name in sorted(classes.items()):
-        by_class.setdefault(name, []).append(layer)
-    each = [
-        f"the cache of layer{'s' * (len(layers) > 1)} {', '.join(map(str, layers))} is not recorded: class {name}"
-        for name, layers in by_class.items()
-    ]
-    return "; ".join(each)
-
-
 def _observed(scenario: Scenario, options: RunOptions) -> int:
     """Forwards to check: under speculation so many of the target's, with the draft's before each."""
     return options.observe * (1 if scenario.speculation is None else 1 + scenario.speculation.drafts)
 
 
 def _header(scenario: Scenario, models: Models, work: list[Work], sessions: Sessions) -> dict[str, Any]:
-    unknown = sessions.target.sites.unrecorded
     return {
         **({} if models.draft is None else {"draft": dict(models.draft.identity)}),
         "requests": _requests(scenario, work),
-        "sites": [site.to_json() for each in sessions.sites.values() for site in each.sites],
-        "notes": [*models.notes(), *_without_effect(scenario, models.target)],
-        **_roles(models.target),
-        **({"lacks": {"cache": unrecorded_caches(unknown)}} if unknown else {}),
+        **sessions.header(scenario, models),
     }
 
 
@@ -371,29 +371,6 @@ def _requests(scenario: Scenario, work: list[Work]) -> list[dict[str, Any]]:
     return [
         base.request_header(request, w.prompt) for w, request in zip(work, scenario.requests, strict=True)
     ]
-
-
-def _without_effect(scenario: Scenario, loaded: LoadedModel) -> list[str]:
-    """What mlx-lm does not do with this model, whatever it is asked for."""
-    if scenario.cache.max_kv_size is None or not hasattr(loaded.model, "make_cache"):
-        return []
-    return [
-        f"max_kv_size has no effect: the model type {loaded.identity.get('model_type')} makes its own caches, and mlx-lm then gives it no other"
-    ]
-
-
-def _roles(loaded: LoadedModel) -> dict[str, Any]:
-    config = dict(loaded.config)
-    width = config_value(config, "head_dim")
-    heads, hidden = config_value(config, "num_attention_heads"), config_value(config, "hidden_size")
-    if width is None and heads and hidden:
-        width = hidden // heads
-    return base.decoder_roles(
-        str(loaded.identity.get("model_type")),
-        ROLES,
-        neighbours=config.get("rope_traditional") is True,
-        head_width=width,
-    )
 
 
 def _recording_settings(
@@ -418,7 +395,7 @@ def _recording_settings(
             selection[model] = Selection.of(scenario.capture, sites, ids, beside)
         else:
             selection[model] = Selection.at(options.values, sites, ids, beside=beside)
-    lens = _lens(loaded.model, sessions.target) if scenario.capture.lens else None
+    lens = sessions.lens() if scenario.capture.lens else None
     lengths = [len(w.prompt) for w in work]
     pooling = None
     if scenario.task == EMBED:
@@ -430,26 +407,6 @@ def _recording_settings(
         pooling = Pooling(scenario.pooling, lengths)
     scored = [w.scored for w in work] if scenario.task == SCORE else []
     return RecordingSettings(scenario.capture, ids, lengths, text, selection, lens, scored, pooling)
-
-
-def _lens(model: Module, session: Session) -> Callable[[mx.array], mx.array]:
-    """Final norm and head as one function of hidden rows [rows, D], outside the taps."""
-    norm, head = session.module(session.sites.norm), session.module(session.sites.head)
-    if norm is None or head is None:
-        raise LayoutError(
-            "lens needs a final norm and an output projection outside the layers; this model has "
-            f"{'no' if norm is None else 'a'} final norm and {'no' if head is None else 'an'} output projection "
-            "among its sites. Record without lens."
-        )
-
-    def logits(hidden: mx.array) -> mx.array:
-        session.paused = True
-        try:
-            return lens_logits(hidden, norm, head)
-        finally:
-            session.paused = False
-
-    return logits
 
 
 RecordOptions = RunOptions

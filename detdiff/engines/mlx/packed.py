@@ -86,6 +86,8 @@ def _sampled(sampler: Any) -> Any:
 
 
 BeforeStep = Callable[["PackedEngine", int], None]
+OnScores = Callable[[Work, mx.array], None]
+"""Called with a request and the logits [1, V] that choose its next token, before anything changes or evaluates them."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +131,8 @@ class PackedEngine:
         self._queue = _RequestQueue()
         self._work: list[Work] = []
         self._plan, self._event = plan or CachePlan(), event
+        self._turns = TurnCaches((), self._plan.turns, event)
+        self.on_scores: OnScores | None = None
 
     @property
     def models(self) -> tuple[PackedModel, ...]:
@@ -168,7 +172,8 @@ class PackedEngine:
                     return
                 if before_step is not None:
                     before_step(self, self.clock.steps)
-                self._step(schedule, on_token)
+                self.step(schedule, on_token)
+                self.release()
         except StopRun:
             return
         finally:
@@ -216,16 +221,24 @@ class PackedEngine:
         due = [item for item in queue.waiting if item.arrival <= clock and item.ready][
             : limit - len(queue.active)
         ]
+        queue.waiting = [item for item in queue.waiting if item not in due]
         for item in due:
-            if item.before is not None and self._goes_on(item, item.before):
-                continue
+            self.admit(item)
+        return due
+
+    @property
+    def active(self) -> Sequence[Work]:
+        """The requests that have rows in the next forward, in order."""
+        return tuple(self._queue.active)
+
+    def admit(self, item: Work) -> None:
+        """Begin a request, which has rows from the next forward on."""
+        if item.before is None or not self._goes_on(item, item.before):
             # A draft may have run fewer of a donor's rows than the target has.
             shared = min(model.caches.shareable(item.prompt) for model in self.models)
             for model in self.models:
                 item.done = model.begin(item.index, item.prompt, shared)
-        queue.waiting = [item for item in queue.waiting if item not in due]
-        queue.active += due
-        return due
+        self._queue.active.append(item)
 
     def _goes_on(self, item: Work, before: Work) -> bool:
         """Begin a later turn; False where nothing of the turn before can be kept."""
@@ -243,7 +256,8 @@ class PackedEngine:
         item.done = kept or 0
         return kept is not None
 
-    def _step(self, schedule: Schedule, on_token: OnToken) -> None:
+    def step(self, schedule: Schedule, on_token: OnToken) -> None:
+        """Propose, share rows, run one forward of the target and settle; there must be a request."""
         queue, speculation = self._queue, self.speculation
         allotted = allot(queue.active, schedule, None if speculation is None else speculation.drafts)
         decoding = [one for one in allotted if one.work.decoding]
@@ -256,11 +270,17 @@ class PackedEngine:
         else:
             shares = [*map(_decode_share, decoding), *prompts]
         self._settle(shares, proposals, self.target.logits(shares), on_token)
-        for item in [item for item in queue.active if item.finished]:
+
+    def release(self) -> list[Work]:
+        """Let go of the requests that are through."""
+        queue = self._queue
+        through = [item for item in queue.active if item.finished]
+        for item in through:
             self._turns.ended(item)
             for model in () if self._turns.followed(item) else self.models:
                 model.caches.free(item.index)
         queue.active = [item for item in queue.active if not item.finished]
+        return through
 
     def _settle(
         self, shares: Sequence[Share], proposals: Sequence[Proposal], logits: mx.array, on_token: OnToken
@@ -279,6 +299,8 @@ class PackedEngine:
                 if share.work.task != GENERATE and share.answers:
                     chosen.append((share, scores))
                 elif share.answers:
+                    if self.on_scores is not None:
+                        self.on_scores(share.work, scores)
                     scores = processed(share.work, scores)
                     logprobs = scores - mx.logsumexp(scores, axis=-1, keepdims=True)
                     chosen.append((share, share.work.sampler(logprobs)))

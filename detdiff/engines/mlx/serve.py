@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
+from detdiff.engines import base
 from detdiff.engines.mlx.model import LoadedModel, context_limit, load
-from detdiff.engines.mlx.taps.forward import DRAFT, TARGET, Forward, Recording
+from detdiff.engines.mlx.taps.forward import DRAFT, TARGET, Forward, Recording, lens_logits
 from detdiff.engines.mlx.taps.session import InjectedFault, Session
-from detdiff.engines.mlx.taps.sites import SiteMap
+from detdiff.engines.mlx.taps.sites import ROLES, SiteMap
 from detdiff.engines.schedule import OnEvent, OnToken, Work, silent
 from detdiff.engines.speculation import refuse_long_for_draft, refuse_other_vocabulary
-from detdiff.errors import ModelRunError
+from detdiff.errors import LayoutError, ModelRunError
 from detdiff.scenario import GENERATE, Scenario
 
+from .model_directory import config_value
 from .packed import DraftSession, PackedEngine
 from .padded import (
     OnChoice,
@@ -149,6 +152,71 @@ class Sessions:
                     stack.enter_context(session.running(recording, packed=packed))
                     session.on_logits = on_logits
             yield
+
+    def header(self, scenario: Scenario, models: Models) -> dict[str, Any]:
+        """What a trace's header says of the models' sites and caches, whatever the requests."""
+        unknown = self.target.sites.unrecorded
+        return {
+            "sites": [site.to_json() for each in self.sites.values() for site in each.sites],
+            "notes": [*models.notes(), *_without_effect(scenario, models.target)],
+            **_roles(models.target),
+            **({"lacks": {"cache": unrecorded_caches(unknown)}} if unknown else {}),
+        }
+
+    def lens(self) -> Callable[[mx.array], mx.array]:
+        """Final norm and head as one function of hidden rows [rows, D], outside the taps. Raises LayoutError."""
+        session = self.target
+        norm, head = session.module(session.sites.norm), session.module(session.sites.head)
+        if norm is None or head is None:
+            raise LayoutError(
+                "lens needs a final norm and an output projection outside the layers; this model has "
+                f"{'no' if norm is None else 'a'} final norm and {'no' if head is None else 'an'} output projection "
+                "among its sites. Record without lens."
+            )
+
+        def logits(hidden: mx.array) -> mx.array:
+            session.paused = True
+            try:
+                return lens_logits(hidden, norm, head)
+            finally:
+                session.paused = False
+
+        return logits
+
+
+def unrecorded_caches(classes: Mapping[int, str]) -> str:
+    """Why the cache entries of some layers are not in a trace; ``classes`` has their caches' class by layer."""
+    by_class: dict[str, list[int]] = {}
+    for layer, name in sorted(classes.items()):
+        by_class.setdefault(name, []).append(layer)
+    each = [
+        f"the cache of layer{'s' * (len(layers) > 1)} {', '.join(map(str, layers))} is not recorded: class {name}"
+        for name, layers in by_class.items()
+    ]
+    return "; ".join(each)
+
+
+def _without_effect(scenario: Scenario, loaded: LoadedModel) -> list[str]:
+    """What mlx-lm does not do with this model, whatever it is asked for."""
+    if scenario.cache.max_kv_size is None or not hasattr(loaded.model, "make_cache"):
+        return []
+    return [
+        f"max_kv_size has no effect: the model type {loaded.identity.get('model_type')} makes its own caches, and mlx-lm then gives it no other"
+    ]
+
+
+def _roles(loaded: LoadedModel) -> dict[str, Any]:
+    config = dict(loaded.config)
+    width = config_value(config, "head_dim")
+    heads, hidden = config_value(config, "num_attention_heads"), config_value(config, "hidden_size")
+    if width is None and heads and hidden:
+        width = hidden // heads
+    return base.decoder_roles(
+        str(loaded.identity.get("model_type")),
+        ROLES,
+        neighbours=config.get("rope_traditional") is True,
+        head_width=width,
+    )
 
 
 def serve(

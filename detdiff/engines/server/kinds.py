@@ -110,6 +110,15 @@ KINDS: Final[Mapping[str, ServerKind]] = {
         ),
         # transformers 5.19, cli/serving: no log-probabilities, no stream_options, and no [DONE] behind the last event.
         ServerKind("transformers", values=False, says_done=False),
+        # Our own, `detdiff serve`: keys as vLLM's.
+        ServerKind(
+            "detdiff",
+            asks={"return_token_ids": True, "return_tokens_as_token_ids": True},
+            tokenize="/tokenize",
+            takes_ids=True,
+            ignores_stop=True,
+            cache_off={"cache_prompt": False},
+        ),
         ServerKind("openai", completion_top=5),
     )
 }
@@ -147,6 +156,8 @@ def detect(ask: Asked, said: str = "") -> FoundServer:
     def known(name: str, version: str, how: str) -> FoundServer:
         return FoundServer(KINDS[said or name], version, models, "said" if said else how)
 
+    if "detdiff" in owners:
+        return known("detdiff", asked("/version", "version") or "", "its models")
     if own.startswith("llama.cpp") or "llamacpp" in owners:
         return known("llama.cpp", asked("/props", "build_info") or "", "its headers and models")
     if "vllm" in owners:

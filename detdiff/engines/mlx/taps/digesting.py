@@ -41,6 +41,10 @@ class Digester:
         """From now on the first ``tokens`` cache entries of a request are those that ``donor`` wrote."""
         self._ledgers.share(request, donor, tokens)
 
+    def forget(self, request: int) -> None:
+        """No row of a request comes any more, and nobody shares its entries."""
+        self._ledgers.forget(request)
+
     def flush(self, record: ForwardRecord) -> None:
         """Digest what the record holds so far and let go of the arrays, so that a big forward stays small."""
         table = ForwardRows.of(record.forward.segments)

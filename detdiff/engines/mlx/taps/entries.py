@@ -240,6 +240,12 @@ class Ledgers:
         if donor != request:
             self._prefixes[request] = donor, tokens
 
+    def forget(self, request: int) -> None:
+        """No row of a request comes any more, and nobody shares its entries."""
+        self._written = {key: each for key, each in self._written.items() if key[0] != request}
+        self._parts = {key: each for key, each in self._parts.items() if key[0] != request}
+        self._prefixes.pop(request, None)
+
     def _ledger(self, request: int, key: str, end: int, heads: int) -> UInt64:
         ledger = self._written.get((request, key))
         if ledger is None:

@@ -268,7 +268,8 @@ class ForwardRecord:
 
     ``arrays`` are by port; ``states`` are those of them that are recurrent states (one row a slot, no row
     axis). ``calls`` are the kernel paths taken, by site. ``finished`` and ``events`` hold what was digested before the forward ended, to
-    bound memory; ``after`` are the event lines that follow the forward's own, until it is ``written``.
+    bound memory; ``after`` are the event lines that follow the forward's own, until it is ``written``, and ``ended`` the
+    requests that have no rows behind it.
     """
 
     forward: Forward
@@ -286,6 +287,7 @@ class ForwardRecord:
     hidden: mx.array | None = None
     lens: list[mx.array] = field(default_factory=list)
     after: list[dict[str, Any]] = field(default_factory=list)
+    ended: list[int] = field(default_factory=list)
     written: bool = False
 
     def axis(self, port: int) -> int | None:

@@ -350,6 +350,18 @@ class Recorder:
         else:
             last.after.append(line)
 
+    def forget(self, request: int) -> None:
+        """No row of a request comes after the forward that ran last, and nobody shares its entries."""
+        if self._last is None or self._last.written:
+            self._forgotten([request])
+        else:
+            self._last.ended.append(request)
+
+    def _forgotten(self, requests: Sequence[int]) -> None:
+        for request in requests:
+            for digester in self._digesters.values():
+                digester.forget(request)
+
     def finish(self) -> None:
         """Digest what is still held."""
         self._drain()
@@ -413,6 +425,7 @@ class Recorder:
             self.rows += len(group.request)
         for event in record.after:
             self._writer.event(event)
+        self._forgotten(record.ended)
         record.written = True
         self.forwards += 1
         if record.logits is not None:
