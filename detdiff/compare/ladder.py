@@ -20,6 +20,7 @@ from .across import across_engines as by_role
 from .across import check_asked
 from .alignment import CommonPorts, RowPairs, pair_rows
 from .answer import Pass, RequestAnswer, Verifications
+from .choices import choice_findings
 from .details import Details, Runs
 from .digests import Scanner
 from .divergence import Compared, Divergence, NotCompared, RequestDivergence, RunIdentity
@@ -187,6 +188,9 @@ def _answer(aligned: Aligned, done: Pass) -> Divergence:
         else:
             what = "nothing that it answered" if rowless else "no row of it"
             not_compared.append(NotCompared(request.id, f"{what} is in both runs"))
+    chosen = tuple(choice_findings(runs.a, runs.b, pairing.pairs, requests))
+    bookkeeping = (*bookkeeping, *chosen)
+    bookkeeping_diverged |= any(each.what == "processed" for each in chosen)
     found = {request.stage for request in requests} | ({"workload"} if done.pairs.findings else set())
     found |= {"bookkeeping"} if bookkeeping_diverged else set()
     # Other settings diverge nothing by themselves, but where something diverges they come first.

@@ -43,6 +43,7 @@ ORACLE: Final = "oracle"
 FIRST_NOT_FINITE: Final = "first_not_finite"
 RESUME: Final = "resume"
 MODEL_FILE: Final = "model_file"
+CHOICES: Final = "choices"
 # What a scenario can say.
 PACKED: Final = "packed"
 SPECULATION: Final = "speculation"

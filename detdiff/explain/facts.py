@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import numpy as np
 
 from detdiff.compare.divergence import Divergence, Finding, Origin, RequestDivergence, Verification
+from detdiff.scenario.sampling import PROCESSORS
 from detdiff.trace import Trace, parse_ranges
 
 from .control import Control, Figures
@@ -305,6 +306,18 @@ class Facts:
         )
 
     @property
+    def processed_otherwise(self) -> tuple[Finding, ...]:
+        """Requests of equal logits whose sampler was given others, by their logits processors."""
+        found = () if self.divergence is None else self.divergence.bookkeeping
+        return tuple(finding for finding in found if finding.what == "processed")
+
+    def samples(self, id: str) -> bool:
+        """Whether a request draws its tokens, or has logits processors, in either run."""
+        runs = () if self.divergence is None else (self.divergence.a, self.divergence.b)
+        requests = [each for run in runs for each in run.scenario.get("request", ()) if each.get("id") == id]
+        return any(each.get("temperature") or any(map(each.get, PROCESSORS)) for each in requests)
+
+    @property
     def logits_equal(self) -> bool:
         """Whether equal digests are those of logits too, by one engine with the same settings: an engine that shows answers
         alone, or two engines, may have chosen from other logits."""
@@ -381,6 +394,9 @@ def _evidence(facts: Facts) -> Iterator[Evidence]:
             "what": finding.what,
         }
         yield Evidence("contradiction", finding.detail, where)
+    for finding in divergence.bookkeeping:
+        if finding.what in ("processed", "drawn"):
+            yield Evidence("chosen", f"{finding.request}: {finding.detail}", {"request": finding.request})
     for finding in facts.asked_otherwise:
         yield Evidence("settings", finding.detail, {"request": finding.request})
     if facts.settings:

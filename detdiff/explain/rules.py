@@ -142,6 +142,16 @@ RULES: Final[tuple[VerdictRule, ...]] = (
         stops=("served",),
     ),
     VerdictRule(
+        "choices",
+        "a token is not the one that its request's own processors, sampler and seed choose from its logits, computed anew",
+        "bug",
+        lambda facts: facts.result("choices") == "otherwise",
+        sentences.say_choices,
+        ("choices", "chosen"),
+        sentences.advise_choices,
+        stops=("choices",),
+    ),
+    VerdictRule(
         "repeat",
         "the same scenario, run again, gave other bits",
         "nondeterminism",
@@ -267,10 +277,29 @@ RULES: Final[tuple[VerdictRule, ...]] = (
         stops=("repeat",),
     ),
     VerdictRule(
+        "random-state",
+        "every digest up to a flip is bit-equal, the settings are equal, and both runs' draws, computed anew, are as asked from one "
+        "random state that the requests of a batch share; a repeat is equal",
+        "configuration",
+        lambda facts: (
+            bool(facts.chosen_otherwise)
+            and facts.result("choices") == "shared"
+            and facts.result("repeat") == "equal"
+        ),
+        sentences.say_shared_state,
+        ("choices", "chosen", "repeat"),
+        sentences.advise_shared_state,
+        stops=("repeat",),
+    ),
+    VerdictRule(
         "sampling",
         "every digest up to a flip is bit-equal, logits among them, and the settings are equal",
         "bug",
-        lambda facts: bool(facts.chosen_otherwise) and facts.logits_equal,
+        lambda facts: (
+            bool(facts.chosen_otherwise)
+            and facts.logits_equal
+            and facts.result("choices") not in ("shared", "as_asked")
+        ),
         sentences.say_sampling,
         ("compared",),
         stops=("repeat",),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Final
 
+from .controls.choices import ChoiceFigures
 from .controls.finite import FiniteFigures
 from .controls.neighbours import NeighbourFigures
 from .controls.oracle import OracleFigures
@@ -193,6 +194,31 @@ def say_sampling(facts: Facts) -> str:
         f"The sampling, not the model: every compared digest up to the flip of {found.id}{at} is bit-equal, logits among them, "
         "the settings are equal, and the token is another one. What chooses the token took another sampler, seed or state."
     )
+
+
+def say_choices(facts: Facts) -> str:
+    return f"The sampling, not the model: {_said(facts, 'choices')}"
+
+
+def advise_choices(facts: Facts) -> str:
+    found = facts.figures(ChoiceFigures)
+    if found is None or found.stage == "processors":
+        return "Look at how each request's logits processors and its tokens so far are kept beside the other requests'."
+    return "Look at how each request's sampler, its settings and its generator are kept beside the other requests'."
+
+
+def say_shared_state(facts: Facts) -> str:
+    found = facts.chosen_otherwise[0]
+    at = "" if found.flip is None else f", token {found.flip.index}"
+    return (
+        f"A difference of configuration: up to the flip of {found.id}{at} every digest is bit-equal, logits among them, and every draw of both "
+        "runs is what its request asks for. The requests of a batch draw from MLX's one random state, one after the other, so that a draw "
+        "depends on who else drew before: that is how mlx-lm's samplers work."
+    )
+
+
+def advise_shared_state(facts: Facts) -> str:
+    return "For draws that do not depend on the batch use sampler detdiff, or run requests that have a seed one by one, as mlx-lm's server does."
 
 
 def say_leak(facts: Facts) -> str:

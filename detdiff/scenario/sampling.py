@@ -14,6 +14,8 @@ KEYED, MLX_LM = "detdiff", "mlx-lm"
 SAMPLERS = (KEYED, MLX_LM)
 LARGEST_SEED, LARGEST_INT = 2**63 - 1, 2**31 - 1
 PENALTIES: Final = ("repetition", "presence", "frequency")
+PROCESSORS: Final = ("logit_bias", *(f"{name}_penalty" for name in PENALTIES))
+"""What makes logits processors."""
 ALWAYS_TOLD: Final = ("temperature", "top_p", "seed")
 """What every trace says of a request's sampling; the rest stands there where it is asked for."""
 
@@ -99,7 +101,7 @@ class Sampling:
     @property
     def processed(self) -> bool:
         """Whether logits processors change the logits before a token is chosen."""
-        return bool(self.logit_bias) or any(getattr(self, f"{name}_penalty") for name in PENALTIES)
+        return any(getattr(self, name) for name in PROCESSORS)
 
     @property
     def draws(self) -> bool:

@@ -117,6 +117,10 @@ CASES: dict[str, tuple[Callable[[], Facts], Callable[[], Facts]]] = {
     "served-before": (lambda: facts(fresh="differs"), lambda: facts(fresh="unsteady")),
     "cached": (lambda: facts(cached="differs"), lambda: facts(cached="equal")),
     "served": (lambda: facts(served="differs"), lambda: facts(served="unsteady")),
+    "choices": (
+        lambda: facts(chosen(), choices="otherwise", repeat="differs"),
+        lambda: facts(chosen(), choices="as_asked"),
+    ),
     "repeat": (lambda: facts(repeat="differs"), lambda: facts(repeat="equal")),
     "changed": (lambda: facts(repeat="changed"), lambda: facts(repeat="changed", fresh="differs")),
     "bookkeeping": (
@@ -162,6 +166,10 @@ CASES: dict[str, tuple[Callable[[], Facts], Callable[[], Facts]]] = {
         lambda: facts(replace(chosen(), workload=(SETTINGS,))),
         # Where digests differ, the sampling does not explain it.
         lambda: facts(replace(diverged(), workload=(SETTINGS,))),
+    ),
+    "random-state": (
+        lambda: facts(chosen(), choices="shared"),
+        lambda: facts(chosen(), choices="shared", repeat="differs"),
     ),
     "sampling": (lambda: facts(chosen()), lambda: facts(diverged())),
     "quantised": (quantised, lambda: quantised(configuration="remains")),

@@ -46,6 +46,7 @@ from .serve import (
 
 if TYPE_CHECKING:
     from detdiff.explain.case import Case
+    from detdiff.explain.controls.choices import RunChoices
     from detdiff.explain.controls.finite import NotFiniteValue
     from detdiff.explain.oracle import Operation
     from detdiff.explain.origins import Captured
@@ -67,6 +68,7 @@ _CAPABILITIES: Final = frozenset(
         base.FIRST_NOT_FINITE,
         base.RESUME,
         base.MODEL_FILE,
+        base.CHOICES,
         base.PACKED,
         base.SPECULATION,
         base.CACHE_SETTINGS,
@@ -185,6 +187,12 @@ class MlxEngine:
         from .reruns import Reruns
 
         return watched_for_values(Reruns.of(case), side).found
+
+    def choices(self, case: Case, side: str, until: Mapping[str, int]) -> RunChoices:
+        """See ``explain.controls.choices``."""
+        from .choice_causes import run_choices
+
+        return run_choices(case, side, until)
 
     def operation(
         self, site: Site, captured: Captured, request: str, rows: Sequence[int], scenario: Scenario

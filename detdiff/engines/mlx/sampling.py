@@ -79,7 +79,7 @@ class StateDraw:
     """mlx-lm's own sampler of one request, which draws from MLX's one random state."""
 
     def __init__(self, sampling: Sampling, special: Sequence[int]) -> None:
-        self.seed = sampling.seed
+        self.seed, self.special = sampling.seed, tuple(special)
         given = sampling.xtc_special_tokens
         self._native: Sampler = make_sampler(
             temp=sampling.temperature,
