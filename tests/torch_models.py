@@ -64,7 +64,10 @@ def row_by_row(torch: Any, model: Any) -> Any:
 
 def _rows(torch: Any, module: Any) -> Any:
     def forward(x: Any) -> Any:
-        rows = [torch.nn.functional.linear(row[None], module.weight) for row in x.reshape(-1, x.shape[-1])]
+        rows = [
+            torch.nn.functional.linear(row[None], module.weight, module.bias)
+            for row in x.reshape(-1, x.shape[-1])
+        ]
         return torch.cat(rows).reshape(*x.shape[:-1], -1)
 
     return forward

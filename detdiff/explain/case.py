@@ -181,7 +181,8 @@ class Case:
 
     @property
     def focus(self) -> RequestDivergence:
-        """The request that controls look at: the first to flip in b, else the one with the first origin.
+        """The request that controls look at: the first to flip in b, else the one whose scores or vector moved furthest, else
+        the one with the first origin.
 
         Raises CannotRun where nothing diverged.
         """
@@ -191,6 +192,9 @@ class Case:
         flipped = [request for request in diverged if request.flip is not None]
         if flipped:
             return min(flipped, key=_flipped_in)
+        furthest = max(diverged, key=_moved)
+        if _moved(furthest):
+            return furthest
         return next((r for r in diverged if r.id == self.divergence.first), diverged[0])
 
     def number(self, side: Side, request: str) -> int:
@@ -200,6 +204,14 @@ class Case:
 
     def ids(self, side: Side) -> Sequence[str]:
         return [each["id"] for each in self.trace(side).requests]
+
+
+def _moved(request: RequestDivergence) -> float:
+    """How far scores or a vector moved; 0 where there are none."""
+    if request.embedding is not None:
+        return float("inf") if request.embedding.max_abs is None else request.embedding.max_abs
+    moved = 0.0 if request.scored is None else request.scored.max_abs
+    return float("inf") if moved != moved else moved
 
 
 def _flipped_in(request: RequestDivergence) -> int:

@@ -341,9 +341,10 @@ class Facts:
 
     @property
     def shows(self) -> bool:
-        """Whether a token, a cache entry or a logit differs: what re-runs under other paths are compared by."""
+        """Whether a token, a cache entry, a logit or an embedding differs: what re-runs under other paths are compared by."""
         return any(
             request.flip is not None
+            or (request.embedding is not None and request.embedding.differing > 0)
             or request.cache_entry is not None
             or any(margin.margin_a != margin.margin_b for margin in request.margins)
             or any(count.kind in ("head", "logits") for count in request.origins)

@@ -325,7 +325,9 @@ def test_settings_and_overrides_reach_the_model(torch: Any, tmp_path: Path) -> N
     with pytest.raises(EngineRefuses, match="has no setting 'dtyp'; did you mean 'dtype'"):
         TransformersEngine(model, settings={"dtyp": "bfloat16"})
     with pytest.raises(EngineRefuses, match="padding_side is 'right'"):
-        TransformersEngine(model, settings={"padding_side": "right"})
+        TransformersEngine(model, settings={"padding_side": "right"}).check(scenario((4,)))
+    with pytest.raises(EngineRefuses, match="expected 'left' or 'right'"):
+        TransformersEngine(model, settings={"padding_side": "above"})
 
 
 def test_a_transformers_model_needs_no_wrapping_and_what_it_cannot_do_is_said(
@@ -339,7 +341,7 @@ def test_a_transformers_model_needs_no_wrapping_and_what_it_cannot_do_is_said(
         record(scenario((6, 6), layout="packed"), tmp_path / "c", engine=model)
     with pytest.raises(EngineRefuses, match="given without a tokenizer"):
         TransformersEngine(model).encode("text", False)
-    with pytest.raises(EngineUnusable, match="no causal language model"):
+    with pytest.raises(EngineUnusable, match="is no model of transformers"):
         TransformersEngine(torch.nn.Linear(2, 2))
     assert not (tmp_path / "c").exists()
 

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from detdiff.engines import base
 from detdiff.engines.base import Begin, RunOptions, request_header, wanted_values
-from detdiff.engines.schedule import prompt_tokens
+from detdiff.engines.schedule import request_tokens
+from detdiff.engines.tasks import Pooling
 from detdiff.errors import (
     EngineFailed,
     EngineRefuses,
@@ -25,12 +26,12 @@ from detdiff.errors import (
     TorchMissing,
     words_of,
 )
-from detdiff.scenario import Scenario, nearest
+from detdiff.scenario import GENERATE, SCORE, Request, Scenario, nearest
 from detdiff.trace import Site
 
 from .linear_sites import as_computed, load_torch, operation_of
 from .recorder import Batch, TorchRecorder
-from .sites import ROLES, TorchSites, discover, replaced
+from .sites import ROLES, TorchSites, called, discover, last_hidden, replaced
 from .taps import implementations, pinned, tapped
 
 if TYPE_CHECKING:
@@ -54,9 +55,14 @@ _CAPABILITIES: Final = frozenset(
         base.ORACLE,
         base.SERIAL,
         base.STATIC,
+        base.EMBEDS,
     }
 )
+_ENCODER: Final = "it is a model without a head, which generates and scores nothing"
 _LACKS: Final = {
+    base.TOKENS: _ENCODER,
+    base.LOGITS: _ENCODER,
+    base.SCORES: _ENCODER,
     base.KERNEL_PATHS: "torch does not say which of its kernels computed a site",
     base.CONTINUOUS: "transformers' own continuous batching keeps its cache in pages that are not tapped",
     base.TEXT: "the model was given without a tokenizer",
@@ -69,10 +75,11 @@ class _AllLogitsSeen(Exception):
 
 
 class TransformersEngine:
-    """A causal language model of transformers: each request alone (serial), or all in one batch padded on the left (static).
+    """A model of transformers: each request alone (serial), or all in one batch (static): padded on the left where it
+    generates, on the right, or as ``padding_side`` says, where texts are scored or embedded.
 
-    ``model`` is what ``AutoModelForCausalLM.from_pretrained`` gives, ``tokenizer`` what turns texts into its token ids, where
-    prompts are texts. ``settings`` has ``dtype``, ``device``, ``attn_implementation`` and ``threads``.
+    ``model`` is what ``AutoModelForCausalLM.from_pretrained`` gives, or ``AutoModel`` for one that embeds alone, ``tokenizer`` what turns texts into its token ids, where
+    prompts are texts. ``settings`` has ``dtype``, ``device``, ``attn_implementation``, ``threads`` and ``padding_side``.
 
     Raises TorchMissing without torch, EngineUnusable for a model that does not generate, EngineRefuses for other settings.
     """
@@ -91,10 +98,10 @@ class TransformersEngine:
         identity: Mapping[str, Any] | None = None,
     ) -> None:
         self._torch = _torch()
-        if not (callable(getattr(model, "generate", None)) and hasattr(model, "named_modules")):
+        if not all(hasattr(model, name) for name in ("named_modules", "base_model", "config")):
             raise EngineUnusable(
-                f"A {type(model).__name__} is no causal language model of transformers; expected what "
-                "AutoModelForCausalLM.from_pretrained gives. Give that, or write an engine of your own."
+                f"A {type(model).__name__} is no model of transformers; expected what AutoModelForCausalLM.from_pretrained, or "
+                "AutoModel for one that embeds, gives. Give that, or write an engine of your own."
             )
         self.settings: Mapping[str, Any] = dict(settings or {})
         self._set(model)
@@ -112,6 +119,10 @@ class TransformersEngine:
         """The directory of the model, where it came from one."""
         known = {base.MODEL_FILE} if (self.model_file / "config.json").is_file() else set()
         self.capabilities = _CAPABILITIES | known | ({base.TEXT} if tokenizer is not None else set())
+        if callable(getattr(model, "generate", None)):
+            self.capabilities |= {base.SCORES}
+        else:
+            self.capabilities -= {base.TOKENS, base.LOGITS}
         self._other: dict[str, Any] = {}
 
     def _set(self, model: Any) -> None:
@@ -120,10 +131,9 @@ class TransformersEngine:
             raise EngineRefuses(
                 f"The engine transformers has no setting {wrong!r}; {nearest(wrong, SETTINGS)}"
             )
-        if self.settings.get("padding_side", "left") != "left":
+        if self.settings.get("padding_side", "left") not in ("left", "right"):
             raise EngineRefuses(
-                f"padding_side is {self.settings['padding_side']!r}; expected 'left': with padding on the right, generate "
-                "continues the padding. Leave it out."
+                f"padding_side is {self.settings['padding_side']!r}; expected 'left' or 'right'. Correct it."
             )
         if "threads" in self.settings:
             self._torch.set_num_threads(int(self.settings["threads"]))
@@ -205,6 +215,15 @@ class TransformersEngine:
 
     def check(self, scenario: Scenario) -> None:
         """Raises EngineFailed for schedule continuous, EngineRefuses for what ``generate`` cannot be told."""
+        generates = scenario.task == GENERATE
+        if generates and base.TOKENS not in self.capabilities:
+            raise EngineRefuses(
+                f"task is generate, and {self.identity['name']!r} cannot: {_ENCODER}. Use task=embed, or a causal language model."
+            )
+        if generates and self.settings.get("padding_side") == "right":
+            raise EngineRefuses(
+                "padding_side is 'right'; expected 'left': with padding on the right, generate continues the padding. Leave it out."
+            )
         if scenario.schedule.kind == "continuous":
             raise EngineFailed(
                 "The generate of transformers runs one batch from start to end, and schedule continuous was asked for, whose "
@@ -233,20 +252,23 @@ class TransformersEngine:
             )
         if overrides.dtype is not None:
             return self._in(overrides.dtype).run(scenario, begin, _without_dtype(options))
-        prompts = self._prompts(scenario)
+        given = self._given(scenario)
         total, count = sum(each.max_tokens for each in scenario.requests), 0
+        pooling = Pooling(scenario.pooling, [len(prompt) for prompt, _ in given])
         sites = self.sites
         started, clock = time.time(), time.perf_counter()
         lacks = {base.KERNEL_PATHS: _LACKS[base.KERNEL_PATHS]}
-        if sites.unseen or not sites.caches:
+        if sites.encoder:
+            lacks[base.CACHE] = "its rows see later rows too, so that it keeps no cache"
+        elif sites.unseen or not sites.caches:
             lacks[base.CACHE] = (
                 f"what the attention of class {' and '.join(sites.unseen) or 'this model'} reads is not recorded"
             )
         writer = begin(
             {
                 "requests": [
-                    request_header(request, prompt)
-                    for request, prompt in zip(scenario.requests, prompts, strict=True)
+                    request_header(replace(request, max_tokens=len(scored) or request.max_tokens), prompt)
+                    for request, (prompt, scored) in zip(scenario.requests, given, strict=True)
                 ],
                 "sites": [each.site for each in sites.sites],
                 "lacks": lacks,
@@ -271,15 +293,27 @@ class TransformersEngine:
             on_token,
             lambda token: self.decode([token]),
         )
-        batches = self._batches(scenario, prompts)
+        batches = self._batches(scenario, given)
         logits: list[Any] = []
         for batch in batches:
-            self._serve(batch, recorder, logits, options)
+            if scenario.task == GENERATE:
+                self._serve(batch, recorder, logits, options)
+                continue
+            made = self._run_whole(batch, recorder, overrides.pin_kernels)
+            if len(logits) < options.observe:
+                logits.append(made.clone())
+            if scenario.task == SCORE:
+                recorder.end_scored(made)
+            else:
+                recorder.end_embedded(made, pooling)
         seconds = time.perf_counter() - clock
         again: list[Any] = []
-        for batch in self._batches(scenario, prompts):
+        for batch in self._batches(scenario, given):
             if len(again) < len(logits):
-                self._serve(batch, None, again, options, len(logits))
+                if scenario.task == GENERATE:
+                    self._serve(batch, None, again, options, len(logits))
+                else:
+                    again.append(self._run_whole(batch, None, overrides.pin_kernels))
         equal = len(again) == len(logits) and all(
             a.dtype == b.dtype and self._torch.equal(_bits(self._torch, a), _bits(self._torch, b))
             for a, b in zip(logits, again, strict=True)
@@ -307,25 +341,69 @@ class TransformersEngine:
         found: TransformersEngine = self._other[dtype]
         return found
 
-    def _prompts(self, scenario: Scenario) -> list[tuple[int, ...]]:
+    def _given(self, scenario: Scenario) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """Each request's prompt and the tokens that are scored after it."""
         limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         context = limit if isinstance(limit, int) else None
-        return prompt_tokens(scenario, self.encode, self.vocab_size, context)
 
-    def _batches(self, scenario: Scenario, prompts: Sequence[tuple[int, ...]]) -> list[Batch]:
+        def ids(request: Request, text: str) -> list[int]:
+            return self.encode(text, request.chat)
+
+        return request_tokens(scenario, ids, self.vocab_size, context)
+
+    def _batches(
+        self, scenario: Scenario, given: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
+    ) -> list[Batch]:
         ends = frozenset(self._ends())
-        every = range(len(prompts))
-        groups = [(n,) for n in every] if scenario.schedule.kind == "serial" else [tuple(every)]
+        schedule, count = scenario.schedule, len(given)
+        size = 1 if schedule.kind == "serial" else schedule.active or count
+        groups = [tuple(range(first, min(first + size, count))) for first in range(0, count, size)]
+        right = scenario.task != GENERATE and self.settings.get("padding_side") != "left"
         return [
             Batch(
                 group,
-                tuple(prompts[n] for n in group),
+                tuple(given[n][0] for n in group),
                 tuple(scenario.requests[n].max_tokens for n in group),
                 tuple(frozenset() if scenario.requests[n].ignore_stop else ends for n in group),
                 [[] for _ in group],
+                tuple(given[n][1] for n in group) if scenario.task == SCORE else (),
+                right,
             )
             for group in groups
         ]
+
+    def _padded(self, batch: Batch) -> tuple[Any, Any]:
+        """Token ids and the mask of those that are no padding, int64 [requests, columns] each."""
+        torch, device = self._torch, self.model.device
+        fed = zip(batch.padding, batch.missing, batch.given, strict=True)
+        ids, mask = [], []
+        for before, missing, tokens in fed:
+            behind = missing - before
+            ids.append([self._pad()] * before + list(tokens) + [self._pad()] * behind)
+            mask.append([0] * before + [1] * len(tokens) + [0] * behind)
+        return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
+
+    def _run_whole(self, batch: Batch, recorder: TorchRecorder | None, pin_kernels: bool) -> Any:
+        """One forward over whole texts: logits [requests, columns, vocabulary] where they are scored, else last hidden
+        states [requests, columns, width]."""
+        torch, model = self._torch, self.model
+        ids, mask = self._padded(batch)
+        hidden: list[Any] = []
+        with contextlib.ExitStack() as stack:
+            if pin_kernels:
+                behind = batch.missing if batch.right else ()
+                stack.enter_context(pinned(torch, model, batch.padding, behind, not self.sites.encoder))
+            if recorder is not None:
+                recorder.start(batch)
+                recorder.begin(ids.cpu().numpy())
+                stack.enter_context(
+                    tapped(torch, model, recorder.site, recorder.attended, written=recorder.written)
+                )
+            keep = model.base_model.register_forward_hook(lambda *call: hidden.append(last_hidden(call[2])))
+            stack.callback(keep.remove)
+            stack.enter_context(torch.inference_mode())
+            output = called(model, ids, mask)
+        return output.logits if batch.scored else hidden[-1]
 
     def _serve(
         self,
@@ -337,11 +415,7 @@ class TransformersEngine:
     ) -> None:
         """Run one batch to its end, its first logits into ``logits``; without a recorder, until there are ``enough``."""
         torch, model = self._torch, self.model
-        longest = max(map(len, batch.prompts))
-        pad = self._pad()
-        rows = [[pad] * n + list(each) for n, each in zip(batch.padding, batch.prompts, strict=True)]
-        ids = torch.tensor(rows, device=model.device)
-        mask = torch.tensor([[0] * n + [1] * (longest - n) for n in batch.padding], device=model.device)
+        ids, mask = self._padded(batch)
 
         def fed(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             given = kwargs["input_ids"] if kwargs.get("input_ids") is not None else args[0]
@@ -426,11 +500,11 @@ class TransformersEngine:
 
     def _ends(self) -> set[int]:
         """The tokens that end a text."""
-        ends = self.model.generation_config.eos_token_id
+        ends = getattr(self.model, "generation_config", self.model.config).eos_token_id
         return set() if ends is None else {ends} if isinstance(ends, int) else set(ends)
 
     def _pad(self) -> int:
-        pad = self.model.generation_config.pad_token_id
+        pad = getattr(self.model, "generation_config", self.model.config).pad_token_id
         return int(pad) if pad is not None else min(self._ends(), default=0)
 
 

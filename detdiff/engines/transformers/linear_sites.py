@@ -153,7 +153,8 @@ def torch_site(model: Any, site: str, name: str = "model") -> TorchLinear:
 
 
 def load_torch(directory: Path) -> Any:
-    """A model directory as a causal language model of transformers, in its own dtype, on the CPU.
+    """A model directory as a causal language model of transformers, or as the model without a head that its configuration
+    says it is, in its own dtype, on the CPU.
 
     Raises TorchMissing without torch and transformers, and ProbeBackendUnusable for a directory that they do not load, such as
     one of MLX's quantised weights.
@@ -170,9 +171,12 @@ def load_torch(directory: Path) -> Any:
     shown = bars.is_progress_bar_enabled()
     bars.disable_progress_bar()
     try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            directory, dtype="auto", local_files_only=True
-        )
+        config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
+        classes = config.architectures or ["ForCausalLM"]
+        # An encoder loaded as a decoder would run, with a head of random weights.
+        generates = any(re.search(r"CausalLM|LMHead|ConditionalGeneration", each) for each in classes)
+        kind = transformers.AutoModelForCausalLM if generates else transformers.AutoModel
+        model = kind.from_pretrained(directory, dtype="auto", local_files_only=True)
     except Exception as error:  # transformers raises what its many model classes raise
         raise ProbeBackendUnusable(
             f"transformers does not load the model directory {directory.name!r}: {type(error).__name__}, {words_of(error)}. Expected is a "

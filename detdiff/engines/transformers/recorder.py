@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from detdiff.engines.base import PortRows, RowTable, WantedValues, forward_line, highest, write_rows
+from detdiff.engines.tasks import Pooling, scores
 from detdiff.trace import (
     Generated,
     TraceWriter,
@@ -36,18 +37,38 @@ _PLAIN = {
 
 @dataclass(eq=False)
 class Batch:
-    """Requests that run together: their numbers, prompts, limits and ends, and what each generated so far."""
+    """Requests that run together: their numbers, prompts, limits and ends, and what each generated so far.
+
+    Where they are scored, ``scored`` are the given tokens of each; ``right`` says that padding is on the right.
+    """
 
     numbers: tuple[int, ...]
     prompts: tuple[tuple[int, ...], ...]
     limits: tuple[int, ...]
     ends: tuple[frozenset[int], ...]
     tokens: list[list[int]] = field(default_factory=list)
+    scored: tuple[tuple[int, ...], ...] = ()
+    right: bool = False
+
+    @property
+    def given(self) -> tuple[tuple[int, ...], ...]:
+        """The tokens that each is fed at first; no row is needed for the last scored one."""
+        if not self.scored:
+            return self.prompts
+        return tuple(
+            (*prompt, *scored[:-1]) for prompt, scored in zip(self.prompts, self.scored, strict=True)
+        )
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """How many columns each has of padding."""
+        longest = max(map(len, self.given))
+        return tuple(longest - len(each) for each in self.given)
 
     @property
     def padding(self) -> tuple[int, ...]:
-        longest = max(map(len, self.prompts))
-        return tuple(longest - len(each) for each in self.prompts)
+        """How many of them are before its first row."""
+        return (0,) * len(self.prompts) if self.right else self.missing
 
     def finished(self, slot: int) -> bool:
         tokens = self.tokens[slot]
@@ -104,12 +125,15 @@ class TorchRecorder:
         self._columns += self._length
         self._length = fed.shape[1]
         self._found: dict[int, PortRows] = {}
+        self._seen_rows: PortRows | None = None
         self._seen: dict[tuple[int, int], list[int]] = {}
         live = [slot for slot in range(len(batch.numbers)) if not batch.finished(slot)]
         rows, spans = [], []
         for slot in live:
             first = max(0, self._columns - batch.padding[slot])
             last = self._columns + self._length - batch.padding[slot]
+            if batch.right:
+                last = min(last, len(batch.given[slot]))
             if last > first:
                 spans.append((batch.numbers[slot], slot, first, last - first))
             for position in range(first, last):
@@ -140,9 +164,10 @@ class TorchRecorder:
         if found.given is not None:
             self._port(name, "in", found.given, given)
         if found.site.kind == "attention":
-            read = self._found.get(self._ports.get((self._read(name), "read"), -1))
+            read = self._found.get(self._ports.get((self._read(name), "read"), -1), self._seen_rows)
             if read is not None and (name, "kv") in self._ports:
                 self._found[self._ports[name, "kv"]] = read
+            self._seen_rows = None
         self._saw(number, found, made)
 
     def _read(self, attention: str) -> str:
@@ -155,6 +180,9 @@ class TorchRecorder:
 
     def attended(self, name: str, keys: Any, values: Any, _: bool) -> None:
         """The keys and values that an attention module reads, [requests, heads, columns, size]."""
+        if self._map.encoder:
+            self._seen_rows = self._own_rows(keys, values)
+            return
         write, read = f"{name}.cache.write", f"{name}.cache.read"
         whole = self._columns + self._length
         held = keys.shape[2]
@@ -204,25 +232,80 @@ class TorchRecorder:
         self._saw(number, site, keys[:, :, held - self._length :].transpose(1, 2)[..., 0])
         self._saw(*self._sites[read], keys[:, :, held - self._length :].transpose(1, 2)[..., 0])
 
-    def end(self, logits: Any) -> None:
-        """The forward ends with logits [requests, columns, vocabulary]."""
-        last = logits[:, -1:]
+    def _own_rows(self, keys: Any, values: Any) -> PortRows:
+        """What each row of an encoder sees: the keys and values of all its request's rows."""
+        digests = np.concatenate([self._entries(keys), self._entries(values)], axis=1).transpose(0, 2, 1)
+        sums = np.zeros(len(self._table), np.uint64)
+        for slot in dict.fromkeys(self._table.slot.tolist()):
+            mine = np.flatnonzero(self._table.slot == slot)
+            terms = combine_entries(digests[slot, self._column[mine]], self._table.position[mine])
+            sums[mine] = terms.sum(dtype=np.uint64)
+        return PortRows(np.arange(len(sums)), sums)
+
+    def end_scored(self, logits: Any) -> None:
+        """The forward over whole texts ends with logits [requests, columns, vocabulary]: given tokens are scored."""
+        batch = self._batch
+        prompts = np.array([len(each) for each in batch.prompts])
+        chosen = np.flatnonzero(self._table.position >= prompts[self._table.slot] - 1)
+        self._answered(logits, chosen)
+        slots = self._table.slot[chosen]
+        index = self._table.position[chosen] - prompts[slots] + 1
+        given = [batch.scored[slot][n] for slot, n in zip(slots.tolist(), index.tolist(), strict=True)]
+        rows = self._picked(chosen, logits).float().cpu().numpy()
+        ids, found = scores(rows, given, self._top)
+        for token in dict.fromkeys(given):
+            self._see(token)
+        self._writer.generated(
+            Generated(
+                self._table.request[chosen].astype(np.int32),
+                index.astype(np.int32),
+                np.array(given, np.int32),
+                np.full(len(given), self.forwards, np.int32),
+                self._table.position[chosen].astype(np.int32),
+                ids,
+                found,
+            )
+        )
+        self._counted()
+
+    def end_embedded(self, hidden: Any, pooling: Pooling) -> None:
+        """The forward over whole prompts ends with last hidden states [requests, columns, width]."""
+        self._log()
+        every = np.arange(len(self._table))
+        rows = self._picked(every, hidden).float().cpu().numpy()
+        self._writer.embeddings(pooling.add(self._table.request, self._table.position, rows))
+        self._counted()
+
+    def _answered(self, logits: Any, chosen: Int64) -> None:
+        """Digest the logits [requests, last columns, vocabulary] of the rows that they are asked of, and write the forward."""
         number, site = self._sites["logits"]
         head = self._map.head
-        chosen = np.flatnonzero(self._column == self._length - 1)
-        made = self._digested_rows("logits", chosen, last)
-        self._found[self._ports["logits", "out"]] = made
+        self._found[self._ports["logits", "out"]] = self._digested_rows("logits", chosen, logits)
         before = None if head is None else self._found.get(self._ports.get((head, "out"), -1))
         if before is not None:
             self._found[self._ports["logits", "in"]] = before
-        self._saw(number, site, last[..., 0])
+        self._saw(number, site, logits[..., 0])
         self._log()
+
+    def _counted(self) -> None:
+        self.forwards += 1
+        self.rows += len(self._table)
+
+    def _see(self, token: int) -> None:
+        if token not in self._texts:
+            self._texts.add(token)
+            self._writer.text(token, self._text(token))
+
+    def end(self, logits: Any) -> None:
+        """The forward ends with logits [requests, columns, vocabulary]."""
+        last = logits[:, -1:]
+        chosen = np.flatnonzero(self._column == self._length - 1)
+        self._answered(last, chosen)
         pairs = [highest(row, self._top) for row in last[:, 0].float().cpu().numpy()]
         ids, values = (np.stack(each) for each in zip(*pairs, strict=True))
         slots = self._table.slot[chosen]
         self._pending = slots.tolist(), ids, self._table.position[chosen], values
-        self.forwards += 1
-        self.rows += len(self._table)
+        self._counted()
 
     def chosen(self, tokens: NDArray[np.int64]) -> None:
         """The tokens int64 [requests] that the last forward's logits led to."""
@@ -236,9 +319,7 @@ class TorchRecorder:
             token = int(tokens[slot])
             batch.tokens[slot].append(token)
             fresh.append(token)
-            if token not in self._texts:
-                self._texts.add(token)
-                self._writer.text(token, self._text(token))
+            self._see(token)
             self._on_token(token)
         if not slots:
             return
@@ -346,15 +427,19 @@ class TorchRecorder:
         for number, prompt in zip(self._batch.numbers, self._batch.prompts, strict=True):
             prompts[number] = len(prompt)
         line = forward_line(self.forwards, self._spans, shape, plan, prompts)
-        line["caches"] = [
-            {
-                "layers": format_ranges(
-                    [layer for layer, *_ in self._map.caches.values() if layer is not None] or [0]
-                ),
-                "offset": [self._columns] * shape[0],
-                "left_padding": list(self._batch.padding),
-                "length": self._columns,
-            }
-        ]
+        line["caches"] = (
+            []
+            if self._map.encoder
+            else [
+                {
+                    "layers": format_ranges(
+                        [layer for layer, *_ in self._map.caches.values() if layer is not None] or [0]
+                    ),
+                    "offset": [self._columns] * shape[0],
+                    "left_padding": list(self._batch.padding),
+                    "length": self._columns,
+                }
+            ]
+        )
         self._writer.forward(line)
         write_rows(self._writer, self.forwards, self._table, self._found, len(self._ports))

@@ -7,6 +7,7 @@ axis is guessed from its place, so heads, features and experts are never taken f
 from __future__ import annotations
 
 import contextlib
+import inspect
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -92,12 +93,14 @@ class TorchSites:
 
     ``caches`` are the layers whose attention was seen, by the attention module's name: (layer, heads of keys, heads of
     values, whether the entries before the cache were seen). ``unseen`` are classes of attention modules whose cache was not.
+    ``encoder`` says that rows see later ones too, so that there is no cache: what attention reads is then seen for origins alone.
     """
 
     sites: tuple[TorchSite, ...]
     caches: dict[str, tuple[int | None, int, int, bool]]
     head: str | None
     unseen: tuple[str, ...]
+    encoder: bool
 
 
 def first_tensor(torch: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any | None:
@@ -140,14 +143,12 @@ def discover(torch: Any, model: Any, tap: Any) -> TorchSites:
 
         ids = torch.zeros((requests, length), dtype=torch.long, device=parameter.device)
         with torch.inference_mode(), tap(observe, attended):
-            model(
-                input_ids=ids,
-                attention_mask=torch.ones_like(ids),
-                position_ids=torch.arange(length, device=ids.device).expand(requests, length),
-                use_cache=True,
-            )
+            called(model, ids, torch.ones_like(ids))
         seen.append(found)
     modules = dict(model.named_modules())
+    # Of experts, too, another token can move the last bits of every row.
+    causal = all(getattr(modules[name], "is_causal", True) is not False for name in attention)
+    encoder = not causal and _sees_later_rows(torch, model, parameter.device)
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     head_name = next((name for name, module in modules.items() if module is head), None)
     blocks = _blocks(torch, modules)
@@ -167,10 +168,12 @@ def discover(torch: Any, model: Any, tap: Any) -> TorchSites:
             key, value, before = attention[owner]
             layer = _layer(name)
             caches[owner] = (layer, key[1], value[1], before)
+        if not encoder and module is None and owner in attention:
             drafted += [(f"{owner}.cache.write", "cache_write", None, None)]
             drafted += [(f"{owner}.cache.read", "cache_read", None, None)]
         drafted.append((name, kind, given, made))
-    drafted.append(("logits", "logits", None, None))
+    if head is not None:
+        drafted.append(("logits", "logits", None, None))
     names = {name for name, *_ in drafted}
     sites = []
     for name, kind, given, made in drafted:
@@ -185,7 +188,29 @@ def discover(torch: Any, model: Any, tap: Any) -> TorchSites:
             if kind == "attn_block" and name not in caches
         }
     )
-    return TorchSites(tuple(sites), caches, head_name, tuple(unseen))
+    return TorchSites(tuple(sites), caches, head_name, tuple(unseen), encoder)
+
+
+def called(model: Any, ids: Any, mask: Any) -> Any:
+    """What a model gives for ids and the mask of those that are no padding, int64 [requests, columns] each."""
+    known = inspect.signature(model.forward).parameters
+    given = {"position_ids": (mask.cumsum(-1) - 1).clamp(min=0), "use_cache": True}
+    return model(input_ids=ids, attention_mask=mask, **{k: v for k, v in given.items() if k in known})
+
+
+def last_hidden(output: Any) -> Any:
+    """The last hidden states that a model without a head gives."""
+    return output.last_hidden_state if hasattr(output, "last_hidden_state") else output[0]
+
+
+def _sees_later_rows(torch: Any, model: Any, device: Any) -> bool:
+    """Whether another token at the end changes what the first row is made to."""
+    with torch.inference_mode():
+        first = []
+        for last in (0, 1):
+            ids = torch.tensor([[0, 0, 0, last]], device=device)
+            first.append(last_hidden(called(model.base_model, ids, torch.ones_like(ids)))[0, 0])
+    return not torch.equal(*first)
 
 
 def _ports(

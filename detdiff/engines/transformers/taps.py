@@ -149,9 +149,11 @@ def implementations(model: Any) -> list[str]:
 
 
 @contextlib.contextmanager
-def pinned(torch: Any, model: Any, padding: Sequence[int]) -> Iterator[None]:
+def pinned(
+    torch: Any, model: Any, padding: Sequence[int], after: Sequence[int] = (), causal: bool = True
+) -> Iterator[None]:
     """Every linear layer computes row by row, and attention sequence by sequence without its padding (columns on the left
-    by request), whatever the batch: one kernel path for every number of rows."""
+    by request, and ``after`` on the right), whatever the batch: one kernel path for every number of rows."""
 
     def rows(module: Any) -> Any:
         native = module.forward
@@ -197,13 +199,18 @@ def pinned(torch: Any, model: Any, padding: Sequence[int]) -> Iterator[None]:
                 # A window's cache has lost its oldest columns, padding first.
                 pad = max(0, columns - (fed[0] - keys))
                 first = max(0, columns - (fed[0] - length))
-                q = query[request : request + 1, :, first:].contiguous()
-                k, v = (each[request : request + 1, :, pad:].contiguous() for each in (key, value))
+                behind = after[request] if after else 0
+                q = query[request : request + 1, :, first : length - behind].contiguous()
+                k, v = (
+                    each[request : request + 1, :, pad : keys - behind].contiguous() for each in (key, value)
+                )
                 own = _mask(torch, mask, request, q, k, first, pad)
+                if mask is None and not causal:
+                    own = None if implementations(model) == ["eager"] else torch.ones_like(own)
                 made, weights = native(module, q, k, v, own, **kwargs)
-                if first:
-                    empty = made.new_zeros((1, first, *made.shape[2:]))
-                    made = torch.cat([empty, made], dim=1)
+                if first or behind:
+                    empty = [made.new_zeros((1, n, *made.shape[2:])) for n in (first, behind)]
+                    made = torch.cat([empty[0], made, empty[1]], dim=1)
                 outputs.append(made)
             return torch.cat(outputs), weights if len(outputs) == 1 else None
 
