@@ -147,3 +147,52 @@ def test_values_are_kept_where_they_are_asked_for(tmp_path: Path) -> None:
     assert not any(shard.value_columns() for shard in plain.shards)
     assert any(shard.value_columns() for shard in some.shards)
     assert compare(plain, some).identical
+
+
+class Mean:
+    """Embeds by the mean of two features a token; ``counts_padding`` has padding of zeros in the mean, as a batch of other lengths
+    brings it."""
+
+    def __init__(self, counts_padding: bool) -> None:
+        self.counts_padding = counts_padding
+        self.asked: list[int] = []
+
+    def generate(self, requests: Sequence[EngineRequest], schedule: Schedule) -> list[Any]:
+        self.asked.append(len(requests))
+        longest = max(len(each.tokens) for each in requests)
+        answers = []
+        for each in requests:
+            assert each.task == "embed"
+            hidden = np.array([[t, t * t] for t in each.tokens], np.float32)
+            total = hidden.sum(axis=0) / np.float32(longest if self.counts_padding else len(each.tokens))
+            answers.append(Generation(embedding=total, taps={"features": hidden}))
+        return answers
+
+
+@pytest.mark.parametrize("faulty", [True, False])
+def test_a_function_that_embeds_is_compared_by_its_vectors(tmp_path: Path, faulty: bool) -> None:
+    asked = {
+        "model": "mine",
+        "task": "embed",
+        "request": [{"tokens": [1, 2, 3]}, {"tokens": [4, 5]}, {"tokens": [6]}],
+    }
+    engine = Mean(faulty)
+    a = record(Scenario.from_dict(asked), tmp_path / "a", engine=engine)
+    b = record(
+        Scenario.from_dict({**asked, "schedule": "static", "active": 2}), tmp_path / "b", engine=engine
+    )
+    assert engine.asked == [1, 1, 1, 2, 1]
+    found = compare(a, b)
+    assert found.identical is not faulty
+    moved = [r.id for r in found.requests if r.embedding is not None and r.embedding.differing]
+    assert moved == (["r1"] if faulty else [])
+    if faulty:
+        # Every tapped row is equal: the difference was made after the last tap.
+        assert found.requests[1].origin is None and found.requests[1].differing == 0
+
+
+def test_an_embedding_is_one_vector(tmp_path: Path) -> None:
+    asked = Scenario.from_dict({"model": "mine", "task": "embed", "request": [{"tokens": [1, 2]}]})
+    for given in ([[1.0]], [], "text", None):
+        with pytest.raises(EngineAnswerInvalid, match="as an embedding"):
+            record(asked, tmp_path / "t", engine=lambda requests, given=given: [given])

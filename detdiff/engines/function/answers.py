@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from detdiff.compare.metrics import Values
 from detdiff.errors import EngineAnswerInvalid
+from detdiff.scenario import EMBED, GENERATE
 
 _DTYPES = {"f2": "F16", "f4": "F32", "f8": "F64", "c8": "C64", "b1": "BOOL"} | {
     f"{kind}{size}": f"{kind.upper()}{8 * size}" for kind in "iu" for size in (1, 2, 4, 8)
@@ -22,7 +23,7 @@ class EngineRequest:
     """One prompt as token ids, and at most how many tokens are generated, greedily.
 
     ``arrival`` counts forwards of the run, as in a scenario; it is 0 but under schedule ``continuous``. ``prompt`` is the text
-    that the tokens stand for, where there is one.
+    that the tokens stand for, where there is one. ``task`` is ``generate``, or ``embed`` where one vector is asked for.
     """
 
     id: str
@@ -30,6 +31,7 @@ class EngineRequest:
     max_tokens: int
     arrival: int = 0
     prompt: str | None = None
+    task: str = GENERATE
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +56,7 @@ class Generation:
 
     ``log_probabilities`` is a float array [tokens], of each generated token; ``top`` is (ids [tokens, k], logits or
     log-probabilities [tokens, k]) of the likeliest. ``taps`` holds sites in the order in which a forward runs them, each a
-    Tap, or an array [positions, ...] of outputs.
+    Tap, or an array [positions, ...] of outputs. ``embedding`` is a float array [width], where one was asked for.
     """
 
     tokens: Any = None
@@ -62,6 +64,7 @@ class Generation:
     taps: Mapping[str, Any] = field(default_factory=dict)
     top: Any = None
     text: str | None = None
+    embedding: Any = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,11 +86,18 @@ class Answer:
     taps: dict[str, TappedRows]
     top: tuple[NDArray[np.int32], NDArray[np.float32]] | None = None
     text: bool = False
+    embedding: NDArray[np.float32] | None = None
 
 
 def answer(given: Any, request: EngineRequest, engine: str) -> Answer:
     """What an engine gave for one request: a Generation, or its tokens alone. Raises EngineAnswerInvalid."""
-    found = given if isinstance(given, Generation) else Generation(given)
+    embeds = request.task == EMBED
+    if isinstance(given, Generation):
+        found = (
+            given if not embeds else replace(given, tokens=(), text=None, top=None, log_probabilities=None)
+        )
+    else:
+        found = Generation((), embedding=given) if embeds else Generation(given)
 
     def refuse(what: str, expected: str) -> EngineAnswerInvalid:
         return EngineAnswerInvalid(
@@ -136,7 +146,18 @@ def answer(given: Any, request: EngineRequest, engine: str) -> Answer:
             raise refuse(
                 "a top that does not fit", f"ids and logits, arrays of shape ({len(tokens)}, k) each"
             )
-    return Answer(tokens, scores, taps, top, written is not None)
+    embedding = None
+    if embeds:
+        vector = _values(found.embedding)
+        if (
+            vector is None
+            or vector.dtype not in ("F16", "F32", "F64")
+            or vector.data.ndim != 1
+            or not vector.data.size
+        ):
+            raise refuse(f"{_shown(found.embedding)} as an embedding", "a float array of shape (width,)")
+        embedding = vector.data.astype(np.float32)
+    return Answer(tokens, scores, taps, top, written is not None, embedding)
 
 
 def _top(given: Any, count: int) -> tuple[NDArray[np.int32], NDArray[np.float32]] | None:

@@ -10,10 +10,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
+import numpy as np
+
 from detdiff.engines import base
 from detdiff.engines.base import Begin, RunOptions, request_header, wanted_values
 from detdiff.errors import EngineFailed, EngineRefuses, words_of
-from detdiff.scenario import Scenario, Schedule
+from detdiff.scenario import GENERATE, Scenario, Schedule
+from detdiff.trace import Embeddings
 
 from .answers import Answer, EngineRequest, answer
 from .steps import AnsweredBatch, AnswerKinds, StepWriter
@@ -46,7 +49,7 @@ class FunctionEngine:
         self.identity: Mapping[str, Any] = {"name": self.label}
         if getattr(given, "vocab_size", None) is not None:
             self.identity = {**self.identity, "vocab_size": int(given.vocab_size)}
-        found = {base.TOKENS, base.SERIAL, base.STATIC}
+        found = {base.TOKENS, base.SERIAL, base.STATIC, base.EMBEDS}
         found |= {base.CONTINUOUS} if self._scheduled else set()
         found |= {base.RESET} if callable(getattr(given, "reset", None)) else set()
         found |= {base.TEXT} if callable(getattr(given, "encode", None)) else set()
@@ -137,7 +140,12 @@ class FunctionEngine:
                 tokens = tuple(self.encode(text, each.chat)) if known else tuple(map(ord, text))
             found.append(
                 EngineRequest(
-                    each.id, tuple(tokens), each.max_tokens, each.arrival if arriving else 0, each.prompt
+                    each.id,
+                    tuple(tokens),
+                    each.max_tokens,
+                    each.arrival if arriving else 0,
+                    each.prompt,
+                    scenario.task,
                 )
             )
         return found
@@ -148,8 +156,15 @@ class FunctionEngine:
                 AnsweredBatch((number,), tuple(self._answers([each], Schedule("static"))))
                 for number, each in enumerate(asked)
             ]
-        numbers = tuple(range(len(asked)))
-        return [AnsweredBatch(numbers, tuple(self._answers(asked, scenario.schedule)))]
+        # Only micro batches of what is embedded are fewer than all.
+        size = len(asked) if scenario.task == GENERATE else scenario.schedule.active or len(asked)
+        return [
+            AnsweredBatch(
+                tuple(range(first, min(first + size, len(asked)))),
+                tuple(self._answers(asked[first : first + size], scenario.schedule)),
+            )
+            for first in range(0, len(asked), size)
+        ]
 
     def _answers(self, asked: Sequence[EngineRequest], schedule: Schedule) -> list[Answer]:
         try:
@@ -207,6 +222,9 @@ class FunctionEngine:
         for batch in batches:
             for step in range(max(written.steps(number) for number in batch.numbers)):
                 written.step(writer, batch.numbers, step)
+            for number, one in zip(batch.numbers, batch.answers, strict=True):
+                if one.embedding is not None:
+                    writer.embeddings(Embeddings(np.array([number], np.int32), one.embedding[None]))
             done += sum(len(one.tokens) for one in batch.answers)
             if options.progress is not None:
                 options.progress(min(done, total), total)
