@@ -190,6 +190,7 @@ def event_answer(a: RunEvents, b: RunEvents) -> EventAnswer:
             *_stale(run),
             *_prefixes(run),
             *_turns(run),
+            *_adapters(run),
             *_acceptance(run),
             *page_findings(run.trace, run.events, run.run),
         ]
@@ -278,6 +279,8 @@ def deed(event: Event, ids: Sequence[str]) -> str:
         )
     if kind in ("save", "load"):
         return f"{kind} (layers {event['layers']}, for {_names([event['request']], ids)})"
+    if kind == "adapter":
+        return f"adapter {'on' if event['on'] else 'off'} ({_names([event['request']], ids)})"
     if kind == "cancel":
         return f"cancel ({_names([event['request']], ids)} after {event['tokens']} tokens)"
     if kind == "quantise":
@@ -429,6 +432,51 @@ def _turns(run: RunEvents) -> Iterator[Finding]:
             )
 
 
+def _adapters(run: RunEvents) -> Iterator[Finding]:
+    """Rows that a layer's adapter computed although it was off, one finding a request; and rows of another adapter's turn."""
+    on = {event["request"]: event["on"] for event in run.of("adapter")}
+    for event in run.of("turn"):
+        if event["kept"] and on.get(event["request"]) != on.get(event["from"]):
+            yield Finding(
+                run.run,
+                "adapter",
+                run.id(event),
+                event["forward"],
+                f"the turn keeps {event['kept']} rows of {run.ids[event['from']]}, which the model computed "
+                f"{'with' if on.get(event['from']) else 'without'} its adapter",
+            )
+    trace, rows = run.trace, run.trace.row_index()
+    ports = {(trace.sites[port.site].name, port.name): n for n, port in enumerate(trace.ports)}
+    # A layer with an adapter gives what its base within gives, where that is off.
+    layers = [
+        (site.name, ports[site.name, "out"], ports[f"{site.name}.linear", "out"])
+        for site in trace.sites
+        if (site.name, "out") in ports and (f"{site.name}.linear", "out") in ports
+    ]
+    for request in (number for number, state in on.items() if not state and layers):
+        own = np.flatnonzero(rows.request == request)
+        wrong: list[tuple[str, int]] = []
+        for table in np.unique(rows.table[own]):
+            mine = own[rows.table[own] == table]
+            digests, columns = trace.digests(mine), trace.tables[int(table)]
+            for name, whole, base in layers:
+                pair = int(columns[whole]), int(columns[base])
+                if -1 not in pair and pair[0] != pair[1]:
+                    differs = mine[digests[:, pair[0]] != digests[:, pair[1]]]
+                    wrong += [(name, int(row)) for row in differs[:1]]
+        if wrong:
+            first = min(row for _, row in wrong)
+            names = list(dict.fromkeys(name for name, row in wrong))
+            more = f" and {len(names) - 1} more layers" if len(names) > 1 else ""
+            yield Finding(
+                run.run,
+                "adapter",
+                run.ids[request],
+                int(rows.forward[first]),
+                f"the adapter of {names[0]}{more} computed the rows from position {int(rows.position[first])} on, although it was off",
+            )
+
+
 def _acceptance(run: RunEvents) -> Iterator[Finding]:
     """The engine's own counts of drafts against the sums of its verifications."""
     own = run.trace.header.get("speculation")
@@ -506,7 +554,7 @@ def _counts(a: RunEvents, b: RunEvents) -> tuple[EventCount, ...]:
 def _listed(run: RunEvents) -> Iterator[Finding]:
     """What a reader should know of although nothing is wrong with it, the first of each kind."""
     seen: Counter[str] = Counter()
-    for event in run.of("prefix", "quantise", "wrap", "turn", "load", "cancel"):
+    for event in run.of("prefix", "quantise", "wrap", "turn", "load", "cancel", "adapter"):
         kind = event["event"]
         seen[kind] += 1
         if seen[kind] > _LISTED or "request" not in event:

@@ -53,6 +53,7 @@ class Work:
     generated: list[int] = field(default_factory=list)
     cancel: int | None = None
     before: Work | None = None
+    adapter: bool = True
     conversation: Callable[[Work], Said] | None = None
     processors: tuple[Any, ...] = ()
     """Functions that change the logits before the sampler chooses."""

@@ -40,6 +40,7 @@ CONTRADICTIONS: Final = {
     "offset": "an offset that is not the row's position",
     "state": "a recurrent state that was not taken back with its rows",
     "turn": "a turn whose own rows do not begin where those that it keeps end",
+    "adapter": "rows that an adapter computed, or did not, although it was said otherwise",
     "template": "a turn without the tokens with which the chat template ends the answer before",
     "trim": "a trim that took off another number of rows than was asked",
     "cache_missing": "an entry of its own that a row did not see",

@@ -175,7 +175,7 @@ RULES: Final[tuple[VerdictRule, ...]] = (
         "bookkeeping",
         "the bookkeeping contradicts the rows: an offset that is not the row's position, a trim that took off another "
         "number of rows than was asked, a recurrent state that was not taken back with its rows, a turn that does not begin where what it "
-        "keeps ends or lacks tokens of the chat template, a cache entry that is not what was written, one that a row saw and that is not its own, one of its own that it did not "
+        "keeps ends, lacks tokens of the chat template or has another adapter than its rows, a cache entry that is not what was written, one that a row saw and that is not its own, one of its own that it did not "
         "see, a rejected row that was read again, a prefix of other tokens, a page with two owners, drafts counted otherwise, a row fed "
         "another token or computed in another sequence, a token chosen from another row's logits",
         "bug",

@@ -186,7 +186,7 @@ class Key:
         """Whether it is written only where it is not at its default."""
         return (
             self.part in ("cache", "turn")
-            or self.name in _SCORING
+            or self.name in (*_SCORING, "use_adapter")
             or (self.part == "sampling" and self.name not in _ALWAYS_WRITTEN)
         )
 
@@ -268,6 +268,7 @@ ignore_stop      | truth    | ignore_stop            |                          
 chat             | truth    | chat                   |                                  | false            | put the prompt into the model's chat template; for text only
 chat_template_args | object | chat_template_args     |                                  | none             | what the chat template is given beside the messages, such as `{enable_thinking = false}`
 stop             | texts    | stop                   |                                  | none             | texts that end the answer: as mlx-lm does, the tokens that the tokenizer makes of each
+use_adapter      | truth    | use_adapter            |                                  | true             | whether the adapter of `adapter_path` computes; requests with and without it are for `serial`
 # Request sampling
 sampler          | text     | sampling.sampler       |                                  | `detdiff`        | what draws: `detdiff`, by `seed` and the token's index alone, or `mlx-lm`, its `make_sampler` over MLX's one random state, which `seed` sets
 top_k            | integer  | sampling.top_k         |                                  | all tokens       | keep so many of the likeliest tokens

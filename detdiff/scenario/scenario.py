@@ -469,6 +469,15 @@ def _check_uses(scenario: Scenario) -> None:
             "turns is reloaded and there are page_tokens, and mlx-lm's prompt cache files hold no pages; remove one of them."
         )
     turn = next((request.id for request in scenario.requests if request.turn is not None), None)
+    if len({request.use_adapter for request in scenario.requests}) > 1 and not serial:
+        raise ScenarioConflict(
+            f"use_adapter is not the same in all requests and schedule is {schedule.kind}, and a model computes with its adapter or "
+            "without; use schedule serial, or say the same in all."
+        )
+    if turn is not None and scenario.task != GENERATE:
+        raise ScenarioConflict(
+            f"task is {scenario.task} and request {turn!r} is a later turn, which only goes on from an answer; remove one of them."
+        )
     if turn is not None and scenario.speculation is not None and padded:
         raise ScenarioConflict(
             f"there is a draft, layout is padded, and request {turn!r} is a later turn, which mlx-lm's own speculation is not run "

@@ -100,6 +100,7 @@ class Request:
     sampling: Sampling = field(default_factory=Sampling)
     cancel: int | None = None
     turn: Turn | None = None
+    use_adapter: bool = True
     # Dictionaries have no hash.
     messages: tuple[Mapping[str, Any], ...] | None = field(default=None, hash=False)
     chat_template_args: Mapping[str, Any] = field(default_factory=dict, hash=False)

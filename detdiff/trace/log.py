@@ -74,6 +74,7 @@ _NEEDED: Mapping[str, Mapping[str, Callable[[Any], bool]]] = {
     },
     "save": {"request": _count, "layers": _ranges},
     "load": {"request": _count, "layers": _ranges},
+    "adapter": {"request": _count, "on": lambda value: type(value) is bool},
     "cancel": {"request": _count, "tokens": _count},
     "choice": {
         "request": _count,

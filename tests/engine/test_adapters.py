@@ -13,6 +13,7 @@ from runs import model
 from tiny import tiny
 
 from detdiff import Scenario
+from detdiff.compare import compare
 from detdiff.engines.mlx.engine import record
 from detdiff.engines.mlx.model import builtin_path, load
 from detdiff.errors import AdapterInvalid, ScenarioConflict
@@ -78,3 +79,34 @@ def test_what_is_no_adapter_is_refused(tmp_path: Path, folder: Path) -> None:
             {"model": "m", "engine": "transformers", "adapter_path": "x", "request": [{"prompt": "a"}]}
         )
     assert model("llama").identity.get("adapter") is None
+
+
+def talk(**keys: object) -> Scenario:
+    turns = [{"tokens": [6], "use_adapter": False}, {"tokens": [7], "use_adapter": False}, {"tokens": [8]}]
+    request = {"id": "r0", "tokens": [1, 2, 3, 4, 5], "turn": turns}
+    return Scenario.from_dict({"model": "m", "max_tokens": 3, "request": [request], **keys})
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_an_adapter_is_left_out_of_turns_that_say_so(dora: bool, tmp_path: Path) -> None:
+    base = tiny("llama")
+    of = adapted(tiny("llama"), write_adapter(tiny("llama"), tmp_path / "a", dora=dora))
+    kept = record(talk(), tmp_path / "kept", loaded=of)
+    for name, asked in (("fresh", talk(turns="fresh")), ("packed", talk(layout="packed"))):
+        assert compare(record(asked, tmp_path / name, loaded=of), kept).identical
+    answers = [kept.generated().token[kept.generated().request == n].tolist() for n in range(4)]
+    for model_, number, same in ((base, 1, True), (base, 2, True), (of, 3, True), (of, 1, False)):
+        asked = {"tokens": kept.requests[number]["tokens"], "max_tokens": 3}
+        alone = record(
+            Scenario.from_dict({"model": "m", "request": [asked]}),
+            tmp_path / f"{id(model_)}-{number}",
+            loaded=model_,
+        )
+        assert (alone.generated().token.tolist() == answers[number]) == same
+    # What one adapter computed is nothing for a turn with another.
+    assert [e["kept"] for e in kept.events() if e["event"] == "turn"] == [0, 12, 0]
+
+
+def test_requests_with_and_without_an_adapter_are_not_batched() -> None:
+    with pytest.raises(ScenarioConflict, match="use_adapter is not the same in all requests"):
+        talk(schedule="static")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 from fault_case import Expected, Trial
 from tiers import THOROUGH
 from trials import Recorded
-from turn_cases import TURN_CASES, TurnTrial
+from turn_cases import TURN_CASES, TurnTrial, turn_cases
 
 from detdiff.compare import compare
 from detdiff.explain import explain
@@ -16,6 +17,11 @@ from detdiff.explain import explain
 SEEDS = range(10) if os.environ.get("DETDIFF_TEST_FULL") else range(4) if THOROUGH else range(1)
 """DETDIFF_TEST_FULL=1 runs all ten."""
 TWINS = [kind for kind in TURN_CASES if kind not in ("trim one too few", "offset not moved on load")]
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("adapters")
 
 
 def check(recorded: Recorded, trial: TurnTrial, controls: list[str]) -> None:
@@ -35,16 +41,18 @@ def check(recorded: Recorded, trial: TurnTrial, controls: list[str]) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("kind", TURN_CASES)
-def test_a_fault_of_a_turn_is_a_bug_at_its_place(recorded: Recorded, kind: str, seed: int) -> None:
-    check(recorded, TURN_CASES[kind](seed), ["repeat"] if seed == 0 else [])
+@pytest.mark.parametrize("kind", [*TURN_CASES, "adapter left on"])
+def test_a_fault_of_a_turn_is_a_bug_at_its_place(
+    recorded: Recorded, adapters: Path, kind: str, seed: int
+) -> None:
+    check(recorded, turn_cases(adapters)[kind](seed), ["repeat"] if seed == 0 else [])
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_without_its_fault_every_one_is_identical(recorded: Recorded, seed: int) -> None:
+def test_without_its_fault_every_one_is_identical(recorded: Recorded, adapters: Path, seed: int) -> None:
     # In pages, saved, quantised, batched and as a chat; those that differ in the fault alone are one case.
-    for kind in TWINS:
-        trial = TURN_CASES[kind](seed)
+    for kind in (*TWINS, "adapter left on"):
+        trial = turn_cases(adapters)[kind](seed)
         recorded.record(Trial(trial.scenario_a, trial.scenario_b, trial.loaded, Expected()))
         divergence = compare(recorded.a, recorded.b)
         assert divergence.identical and not divergence.bookkeeping, (kind, divergence.bookkeeping)

@@ -10,14 +10,17 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+from adapters import adapted, write_adapter
 from fault_models import fixture, prompt
 from injecting import Around, replaced, set_entry
 from mlx_lm.models import cache as caches
-from tiny import TinyTokenizer
+from tiny import TinyTokenizer, tiny
 
+from detdiff.engines.mlx import serve
 from detdiff.engines.mlx.cache_events import mlx_lm_generate
 from detdiff.engines.mlx.caches import PageTable
 from detdiff.engines.mlx.model import LoadedModel
@@ -303,6 +306,30 @@ def cancelled_rows(seed: int) -> TurnTrial:
     )
 
 
+def adapter_left_on(seed: int, folder: Path) -> TurnTrial:
+    """One layer's adapter goes on computing in a turn that is to be without it."""
+    layer, name = seed % 2, ("q_proj", "v_proj")[seed // 2 % 2]
+
+    def switch(native: Call) -> Call:
+        def injected(model: Any, on: bool) -> None:
+            native(model, on)
+            model.model.layers[layer].self_attn[name].adapter_off = False
+
+        return injected
+
+    of = adapted(tiny("llama", seed=seed), write_adapter(tiny("llama"), folder / str(seed), seed=seed))
+    return TurnTrial(
+        *sides(talk(seed, {"use_adapter": False})),
+        of,
+        Around(partial(replaced, serve, "switch_adapter", switch)),
+        "r0/2",
+        "adapter",
+        (
+            f"the adapter of layers.{layer}.self_attn.{name} computed the rows from position 0 on, although it was off",
+        ),
+    )
+
+
 class ChatTokenizer(TinyTokenizer):
     """A template of tokens: each message is opened by who speaks, and closed."""
 
@@ -357,6 +384,11 @@ def template_dropped(seed: int) -> TurnTrial:
             f"answer of r0; it goes on with {USER}",
         ),
     )
+
+
+def turn_cases(folder: Path) -> dict[str, Callable[[int], TurnTrial]]:
+    """The cases by their kind; ``folder`` is for adapters."""
+    return {**TURN_CASES, "adapter left on": partial(adapter_left_on, folder=folder)}
 
 
 TURN_CASES: dict[str, Callable[[int], TurnTrial]] = {

@@ -38,6 +38,7 @@ def load_adapter(model: Any, folder: str, known: Mapping[str, Any]) -> dict[str,
             f"mlx-lm does not load the adapter in {str(path)!r} ({type(error).__name__}: {words_of(error)}); expected one that was "
             "made for this model. Name the model that it was trained on, or another adapter."
         ) from error
+    _make_switchable(model)
     model.eval()
     total = hashlib.sha256()
     for name in FILES:
@@ -56,3 +57,36 @@ def load_adapter(model: Any, folder: str, known: Mapping[str, Any]) -> dict[str,
             "base_weights_sha256": known["weights_sha256"],
         },
     }
+
+
+_BY_CLASS: dict[type, type] = {}
+"""What stands for each class of layers with an adapter."""
+
+
+def _make_switchable(model: Any) -> None:
+    """Let every layer with an adapter compute as its base alone, where it is told so. Its class keeps its name."""
+    for _, module in model.named_modules():
+        if hasattr(module, "lora_a") and hasattr(module, "linear"):
+            module.__class__ = _switchable(type(module))
+
+
+def _switchable(cls: type) -> type:
+    def call(self: Any, *args: Any, **kw: Any) -> Any:
+        return self.linear(*args, **kw) if self.adapter_off else cls.__call__(self, *args, **kw)
+
+    if cls not in _BY_CLASS:
+        members = {"__module__": cls.__module__, "__call__": call, "adapter_off": False}
+        _BY_CLASS[cls] = type(cls.__name__, (cls,), members)
+    return _BY_CLASS[cls]
+
+
+def switch_adapter(model: Any, on: bool) -> None:
+    """Let the adapter of a model compute from now on, or not. Raises AdapterInvalid where a layer has one that cannot be left out."""
+    for name, module in model.named_modules():
+        if hasattr(module, "lora_a"):
+            if not hasattr(module, "adapter_off"):
+                raise AdapterInvalid(
+                    f"The layer {name} ({type(module).__name__}) has an adapter that cannot be left out of a turn; expected one of "
+                    "linear layers, from adapter_path. Leave use_adapter out."
+                )
+            module.adapter_off = not on

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -27,6 +28,7 @@ from detdiff.engines.schedule import (
 from detdiff.engines.speculation import Proposal, Speculator
 from detdiff.scenario import GENERATE, CachePlan, Schedule
 
+from .adapters import switch_adapter
 from .packed_model import ForwardClock, PackedModel, greedy, ids
 from .padded import OnChoice
 from .requests import Forced
@@ -160,7 +162,10 @@ class PackedEngine:
             seed_state(self._queue.waiting)
         else:
             self.resume(from_, work)
-        self._turns = TurnCaches(work, self._plan.turns, self._event)
+        switch = partial(switch_adapter, self.target.session.model)
+        self._turns = TurnCaches(work, self._plan.turns, self._event, switch=switch)
+        for item in self._queue.active:
+            self._turns.adapt(item)
         serial = schedule.kind == "serial"
         limit = 1 if serial else (schedule.active or len(work))
         try:
@@ -233,6 +238,7 @@ class PackedEngine:
 
     def admit(self, item: Work) -> None:
         """Begin a request, which has rows from the next forward on."""
+        self._turns.adapt(item)
         if item.before is None or not self._goes_on(item, item.before):
             # A draft may have run fewer of a donor's rows than the target has.
             shared = min(model.caches.shareable(item.prompt) for model in self.models)

@@ -168,6 +168,7 @@ def run_padded(run: PaddedRun, work: list[Work]) -> None:
 
 
 def _serial(run: PaddedRun, work: Work) -> None:
+    run.turns.adapt(work)
     caches = run.turns.caches(work)
     run.composer.serial(work)
     plan = run.cache

@@ -97,6 +97,7 @@ def prepare(scenario: Scenario, loaded: LoadedModel) -> list[Work]:
                 sampler(request.sampling, special),
                 cancel=request.cancel,
                 before=work[-1] if request.turn is not None else None,
+                adapter=request.use_adapter,
                 conversation=conversations.said,
                 processors=processors(request.sampling),
                 stop_sequences=tuple(_stop_tokens(loaded, request.id, text) for text in request.stop),

@@ -21,6 +21,7 @@ from detdiff.engines.speculation import refuse_long_for_draft, refuse_other_voca
 from detdiff.errors import LayoutError, ModelRunError
 from detdiff.scenario import GENERATE, Scenario
 
+from .adapters import switch_adapter
 from .model_directory import config_value
 from .packed import DraftSession, PackedEngine
 from .padded import (
@@ -280,7 +281,8 @@ def _serve(
     composer = PaddedComposer(work)
     target.compose = composer.compose
     make = partial(make_prompt_cache, target.model, scenario.cache.max_kv_size)
-    with contextlib.closing(TurnCaches(work, scenario.cache.turns, event, make)) as turns:
+    switch = partial(switch_adapter, target.model)
+    with contextlib.closing(TurnCaches(work, scenario.cache.turns, event, make, switch)) as turns:
         run = PaddedRun(
             target.model, scenario.schedule, composer, on_token, turns, scenario.cache, event, on_choice
         )

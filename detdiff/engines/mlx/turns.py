@@ -102,8 +102,16 @@ Caches = list[Any]
 class Turns:
     """Which requests of a run have a later turn, and how one begins. ``mode`` is the scenario's ``turns``."""
 
-    def __init__(self, work: Sequence[Work], mode: str, event: OnEvent = silent) -> None:
+    def __init__(
+        self,
+        work: Sequence[Work],
+        mode: str,
+        event: OnEvent = silent,
+        switch: Callable[[bool], None] | None = None,
+    ) -> None:
+        """``switch`` lets the model's adapter compute, or not; for runs in which one turn has it and another has not."""
         self._event, self.mode = event, mode
+        self._switch = switch if any(not item.adapter for item in work) else None
         self._followed = {item.before.index for item in work if item.before is not None and mode != "fresh"}
 
     def followed(self, work: Work) -> bool:
@@ -120,7 +128,8 @@ class Turns:
         said = work.conversation(work)
         work.prompt = said.tokens
         kept: int | None = 0
-        if self.mode != "fresh" and said.told:
+        if self.mode != "fresh" and said.told and work.adapter == work.before.adapter:
+            # What one adapter computed is nothing for a turn with another.
             kept = min(_alike(held, work.prompt), len(work.prompt) - 1)
         if self.mode == "fresh" or (len(held) > (kept or 0) and not trims(len(held) - (kept or 0))):
             kept = None
@@ -134,6 +143,12 @@ class Turns:
             closing=None if said.closing is None else list(said.closing),
         )
         return kept
+
+    def adapt(self, work: Work) -> None:
+        """From now on the model computes with its adapter, or without, as a request says."""
+        if self._switch is not None:
+            self._switch(work.adapter)
+            self._event("adapter", request=work.index, on=work.adapter)
 
     def ended(self, work: Work) -> None:
         """A request is over."""
@@ -151,14 +166,17 @@ class TurnCaches(Turns):
         mode: str,
         event: OnEvent = silent,
         make: Callable[[], Caches] = list,
+        switch: Callable[[bool], None] | None = None,
     ) -> None:
-        super().__init__(work, mode, event)
+        super().__init__(work, mode, event, switch)
         self._make = make
         self._kept: dict[int, Caches | Path] = {}
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def close(self) -> None:
-        """Remove the files."""
+        """Remove the files, and let the adapter compute again."""
+        if self._switch is not None:
+            self._switch(True)
         if self._folder is not None:
             self._folder.cleanup()
         self._kept.clear()
