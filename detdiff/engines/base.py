@@ -44,6 +44,7 @@ FIRST_NOT_FINITE: Final = "first_not_finite"
 RESUME: Final = "resume"
 MODEL_FILE: Final = "model_file"
 CHOICES: Final = "choices"
+PADDING: Final = "padding"
 # What a scenario can say.
 PACKED: Final = "packed"
 SPECULATION: Final = "speculation"
@@ -98,12 +99,15 @@ class Overrides:
     """What a control changes in a run beside its scenario.
 
     ``pin_kernels``: every site is computed by one kernel path whatever the number of rows; ``dtype``: the dtype that the
-    model computes in instead of its own; ``patches``: cache entries to put in.
+    model computes in instead of its own; ``patches``: cache entries to put in; ``padding``: rows of padding are fed another token;
+    ``watch``: the engine's own object that sees operations as they are called.
     """
 
     pin_kernels: bool = False
     dtype: str | None = None
     patches: tuple[Patch, ...] = ()
+    padding: bool = False
+    watch: Any = None
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ class AttentionOperation:
 
     ``bias`` (1 or heads, rows, keys) is added to the scores, -inf where a key is not attended; ``sinks`` (heads,).
     ``key_size`` and ``value_size`` are |scale| code + |bias| of a quantised cache, else None. ``roundings`` are those of the
-    kernel where it is none that a path names.
+    kernel where it is none that a path names. ``seen`` are the positions that a single row saw, where that is known.
     """
 
     q: Float64
@@ -40,6 +40,7 @@ class AttentionOperation:
     key_size: Float64 | None = None
     value_size: Float64 | None = None
     roundings: AttentionRoundings | None = None
+    seen: tuple[int, ...] | None = None
 
     def bounded(self, arithmetic: Arithmetic) -> BoundedOutputs:
         rows, heads, width = self.q.shape

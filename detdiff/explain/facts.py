@@ -341,6 +341,11 @@ class Facts:
         )
 
     @property
+    def moved_alone(self) -> bool:
+        """Whether the row's place or the order of its keys was seen to move the first origin's bits on the very same inputs."""
+        return self.result("place") in ("order", "place")
+
+    @property
     def shows(self) -> bool:
         """Whether a token, a cache entry, a logit or an embedding differs: what re-runs under other paths are compared by."""
         return any(

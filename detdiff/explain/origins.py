@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -106,8 +107,9 @@ DRAFT = "draft."
 class Captured:
     """The values of one trace by request, position, site and port."""
 
-    def __init__(self, trace: Trace) -> None:
-        self.trace = trace
+    def __init__(self, trace: Trace, watch: Any = None) -> None:
+        """``watch`` is the engine's own object that saw operations as they were called."""
+        self.trace, self.watch = trace, watch
         self._names = {site.name: site for site in trace.sites}
         self._numbers = {str(request["id"]): number for number, request in enumerate(trace.requests)}
         self._writes: dict[tuple[int, int, bool], list[int]] = {}
@@ -117,6 +119,10 @@ class Captured:
             zip(index.request.tolist(), index.position.tolist(), draft.tolist(), strict=True)
         ):
             self._writes.setdefault(key, []).append(row)
+
+    def number(self, request: str) -> int:
+        """A request's number by its id."""
+        return self._numbers[request]
 
     def row(
         self, request: str, position: int, *, until: int | None = None, draft: bool = False

@@ -80,9 +80,11 @@ def _outside(facts: Facts) -> bool:
 
 
 def _held(facts: Facts) -> bool:
-    """A path change whose cause was tried: held, it makes no difference; repeated, neither side changes."""
+    """A change of path, place or order whose cause was tried: held, it makes no difference; repeated, neither side changes."""
     held = (
-        facts.path_change and facts.result("pin_kernels") == "removed" and facts.result("repeat") == "equal"
+        (facts.path_change or facts.moved_alone)
+        and facts.result("pin_kernels") == "removed"
+        and facts.result("repeat") == "equal"
     )
     # What never reached a cache or a logit is not seen to go.
     return held and facts.shows
@@ -329,6 +331,16 @@ RULES: Final[tuple[VerdictRule, ...]] = (
         sentences.advise_bug,
     ),
     VerdictRule(
+        "padding",
+        "another token in the rows of padding, of the same shape, changed a request, and a repeat is equal",
+        "bug",
+        lambda facts: facts.result("padding") == "differs" and facts.result("repeat") == "equal",
+        sentences.say_padding,
+        ("padding", "repeat"),
+        sentences.advise_bug,
+        stops=("padding",),
+    ),
+    VerdictRule(
         "another-answer",
         "a server answered a request with another one's text or log-probabilities, and a repeat is equal",
         "bug",
@@ -383,31 +395,32 @@ RULES: Final[tuple[VerdictRule, ...]] = (
     ),
     VerdictRule(
         "precision",
-        "the path changed, holding it removes the difference, a repeat is equal, and one side is inside the bound only with "
-        "operands of lower precision",
+        "the path, the row's place or the order of its keys changed, holding it removes the difference, a repeat is equal, and one side "
+        "is inside the bound only with operands of lower precision",
         "numerics",
         _precision,
         sentences.say_precision,
-        ("origin", "pin_kernels", "oracle", "repeat"),
+        ("origin", "pin_kernels", "place", "oracle", "repeat"),
         sentences.advise_precision,
     ),
     VerdictRule(
         "worse-path",
-        "the path changed, holding it removes the difference, a repeat is equal, both sides are inside the bounds of their "
-        "paths, and one of them is at least twice as far from float64, by an error of the size of a lower precision",
+        "the path, the row's place or the order of its keys changed, holding it removes the difference, a repeat is equal, both sides "
+        "are inside the bounds of their paths, and one of them is at least twice as far from float64, by an error of the size of a lower precision",
         "numerics",
         _worse,
         sentences.say_worse,
-        ("origin", "pin_kernels", "oracle", "repeat"),
+        ("origin", "pin_kernels", "place", "oracle", "repeat"),
         sentences.advise_worse,
     ),
     VerdictRule(
         "path",
-        "the path changed, holding it removes the difference, a repeat is equal, and both sides are inside the bound",
+        "the path, the row's place or the order of its keys changed, holding it removes the difference, a repeat is equal, and both sides "
+        "are inside the bound",
         "numerics",
         _path,
         sentences.say_path,
-        ("origin", "pin_kernels", "oracle", "repeat"),
+        ("origin", "pin_kernels", "place", "oracle", "repeat"),
         sentences.advise_path,
     ),
     VerdictRule(

@@ -238,6 +238,14 @@ def say_leak(facts: Facts) -> str:
     )
 
 
+def say_padding(facts: Facts) -> str:
+    pattern = _pattern(facts)
+    return (
+        "Padding leaks into a request: rows that fill a batch up are nobody's, and another token in them changed what a request "
+        f"computes, at the same shapes. {_said(facts, 'padding')}{f' Affected: {pattern}.' if pattern else ''}"
+    )
+
+
 def say_read_otherwise(facts: Facts) -> str:
     request, origin = facts.read_otherwise[0]
     how = (
@@ -382,6 +390,8 @@ def _change(facts: Facts) -> str:
     origin = facts.origin
     if origin is None:
         return ""
+    if facts.moved_alone:
+        return f"{_said(facts, 'place')}"
     rules = [
         f"{run}: {rule.removeprefix('rule: ')}"
         for run, rule in (("a", origin.rule_a), ("b", origin.rule_b))
@@ -522,9 +532,10 @@ def missing(facts: Facts) -> tuple[str, ...]:
     found = []
     if facts.origin is None:
         found.append("an origin: no operation was found whose inputs are equal and whose outputs are not")
-    elif not facts.path_change:
+    elif not (facts.path_change or facts.moved_alone):
         found.append(
-            "a path change: the first origin's operation took the same path on the same number of rows in both runs"
+            "a path change: the first origin's operation took the same path on the same number of rows in both runs, and neither its "
+            "place among them nor an order of keys was seen to move its bits"
         )
     if facts.origin is not None and not facts.shows:
         found.append(

@@ -174,6 +174,7 @@ CASES: dict[str, tuple[Callable[[], Facts], Callable[[], Facts]]] = {
     "sampling": (lambda: facts(chosen()), lambda: facts(diverged())),
     "quantised": (quantised, lambda: quantised(configuration="remains")),
     "leak": (lambda: facts(neighbour_content="differs"), lambda: facts(neighbour_content="equal")),
+    "padding": (lambda: facts(padding="differs"), lambda: facts(padding="equal")),
     "another-answer": (
         lambda: facts(answers="another"),
         lambda: facts(answers="another", repeat="not_run"),

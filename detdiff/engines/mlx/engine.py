@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
+from numpy.typing import NDArray
 
 import detdiff
 from detdiff.engines import base
@@ -30,7 +31,7 @@ from detdiff.trace import Site, Trace
 
 from .model import LoadedModel, encode, load
 from .model_directory import config_value
-from .padded import OnChoice
+from .padded import OnChoice, padding_of
 from .path_changes import SingleRowPaths
 from .run_checks import FirstLogits, compare_logits
 from .serve import (
@@ -49,8 +50,9 @@ if TYPE_CHECKING:
     from detdiff.explain.controls.choices import RunChoices
     from detdiff.explain.controls.finite import NotFiniteValue
     from detdiff.explain.oracle import Operation
-    from detdiff.explain.origins import Captured
+    from detdiff.explain.origins import Captured, OriginRow
 
+    from .attention_calls import AttentionWatch
     from .cache_patches import CachePatches
     from .live import PackedLive
     from .path_changes import MinimalChangeTrials
@@ -69,6 +71,7 @@ _CAPABILITIES: Final = frozenset(
         base.RESUME,
         base.MODEL_FILE,
         base.CHOICES,
+        base.PADDING,
         base.PACKED,
         base.SPECULATION,
         base.CACHE_SETTINGS,
@@ -99,7 +102,6 @@ class MlxEngine:
     stateless: bool = True
     """Every run makes its caches anew, so that nothing is left of what was served."""
     _drafts: dict[str, LoadedModel] = field(default_factory=dict)
-    _scales: dict[str, float] = field(default_factory=dict)
 
     @property
     def identity(self) -> Mapping[str, Any]:
@@ -141,7 +143,7 @@ class MlxEngine:
                 "The mlx engine was asked to put cache entries into a whole recording; expected pin_kernels or dtype. Ask "
                 "cache_patches of the engine, which puts them in before one forward."
             )
-        return run(scenario, self.models(scenario), begin, options, self._scales)
+        return run(scenario, self.models(scenario), begin, options)
 
     def reset(self) -> None:
         self.loaded.staged.clear()
@@ -204,9 +206,30 @@ class MlxEngine:
         loaded = models.draft if site.name.startswith("draft.") else models.target
         if loaded is None:
             raise OracleRefused("The draft model of the run is not at hand. Judge the target's sites.")
-        return SiteRows(
-            loaded.model, captured, site, request, list(rows), self._scales.get(site.name)
-        ).operation()
+        return SiteRows(loaded.model, captured, site, request, list(rows)).operation()
+
+    def again(
+        self, site: Site, x: NDArray[Any], dtype: str, shape: tuple[int, int], scenario: Scenario
+    ) -> NDArray[Any]:
+        """See ``explain.controls.place``."""
+        from .oracle_operations import called_again
+
+        models = self.models(scenario)
+        loaded = models.draft if site.name.startswith("draft.") else models.target
+        assert loaded is not None
+        return called_again(loaded, site, x, dtype, shape, scenario.kernels)
+
+    def order_moves(self, a: Captured, b: Captured, origin: OriginRow) -> dict[str, bool]:
+        """See ``explain.controls.place``."""
+        from .attention_calls import order_moves
+
+        return order_moves(a, b, origin)
+
+    def watch(self, rows: Collection[tuple[str, int, int]]) -> AttentionWatch:
+        """See ``explain.controls.oracle``."""
+        from .attention_calls import AttentionWatch
+
+        return AttentionWatch(frozenset(rows))
 
 
 def engine_of_objects(given: Any) -> MlxEngine | str:
@@ -294,25 +317,19 @@ def _backend(device: Any) -> str:
     return "metal" if mx.metal.is_available() else "cuda"
 
 
-def run(
-    scenario: Scenario, models: Models, begin: Begin, options: RunOptions, scales: dict[str, float]
-) -> dict[str, Any]:
-    """Run ``scenario`` into the writer that ``begin`` gives; what ``finish`` is told. See `base.Engine.run`.
-
-    ``scales`` takes the scale that each attention site was called with.
-    """
-    with in_dtype(models, options.overrides.dtype) as models:
-        return _run(scenario, models, begin, options, scales)
+def run(scenario: Scenario, models: Models, begin: Begin, options: RunOptions) -> dict[str, Any]:
+    """Run ``scenario`` into the writer that ``begin`` gives; what ``finish`` is told. See `base.Engine.run`."""
+    with in_dtype(models, options.overrides.dtype) as models, padding_of(options.overrides.padding):
+        return _run(scenario, models, begin, options)
 
 
-def _run(
-    scenario: Scenario, models: Models, begin: Begin, options: RunOptions, scales: dict[str, float]
-) -> dict[str, Any]:
+def _run(scenario: Scenario, models: Models, begin: Begin, options: RunOptions) -> dict[str, Any]:
     work = prepared(scenario, models)
     sessions = Sessions.of(scenario, models, options.faults)
-    if options.overrides.pin_kernels:
-        for session in (sessions.target, sessions.draft):
-            if session is not None:
+    for session in (sessions.target, sessions.draft):
+        if session is not None:
+            session.watch = options.overrides.watch
+            if options.overrides.pin_kernels:
                 session.override_paths(SingleRowPaths(session.operations.chooser.planned))
     # What cannot be recorded is said before there is a trace.
     settings = _recording_settings(scenario, models.target, work, sessions, options)
@@ -333,10 +350,6 @@ def _run(
     with sessions.running(recorder, seen):
         counts = serve(scenario, sessions, work, on_token, recorder.event, _chosen(scenario, recorder))
         recorder.finish()
-    for session in (sessions.target, sessions.draft):
-        if session is not None:
-            names = {key: session.sites.sites[place].name for key, place in session.sites.index.items()}
-            scales.update({names[key]: scale for key, scale in session.scales.items() if key in names})
     seconds = time.perf_counter() - clock
     observer = compare_logits(
         seen, lambda logits: run_unrecorded(scenario, sessions, prepared(scenario, models), logits)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import mlx.core as mx
@@ -10,7 +10,8 @@ import numpy as np
 from mlx.nn.layers.base import Module
 from numpy.typing import NDArray
 
-from detdiff.engines.mlx.taps.kernel_plan import operand, weight_of
+from detdiff.engines.mlx.taps.kernel_plan import CallSite, operand, plain, weight_of
+from detdiff.engines.mlx.taps.operations import Operations
 from detdiff.engines.mlx.taps.sites import TAPPED, walk
 from detdiff.errors import OracleRefused
 from detdiff.explain.attention_bounds import AttentionOperation
@@ -18,9 +19,12 @@ from detdiff.explain.bounds import Copied, Embedding, Linear, Norm, Rope, Switch
 from detdiff.explain.oracle import Operation
 from detdiff.explain.origins import DRAFT, Captured
 from detdiff.explain.roundings import UNIT, Float64, numbers
-from detdiff.scenario import CachePlan
-from detdiff.trace import Site, parse_ranges
+from detdiff.scenario import KernelPlan
+from detdiff.trace import Site
 from detdiff_kernels import Affine
+
+from .attention_calls import CalledRow, OwnEntries, operation_as_called
+from .model import LoadedModel
 
 Given = Mapping[str, Any]
 
@@ -242,10 +246,7 @@ class SiteRows:
         site: Site,
         request: str,
         rows: list[int],
-        scale: float | None = None,
     ) -> None:
-        """``scale`` is what attention was called with; None: the module's attribute of that name."""
-        self._scale = scale
         self._model, self._captured, self._site, self._request = model, captured, site, request
         self._rows = rows
         index = captured.trace.row_index()
@@ -314,82 +315,66 @@ class SiteRows:
         return (whole,) if whole == width else (chosen, whole // chosen)
 
     def _attention(self) -> Operation:
-        """Of one row: its query over the entries that it could see."""
+        """Of one row: its query over its own entries among those that the call let it see."""
         if len(self._rows) != 1:
             raise OracleRefused("Attention is judged row by row, as each row sees other entries.")
-        if "Chunked" in self._note("kind"):
+        position, number = int(self.positions[0]), self._captured.number(self._request)
+        watch = self._captured.watch
+        called = None if watch is None else watch.rows.get((self._site.name, number, position, self._forward))
+        if called is None:
             raise OracleRefused(
-                f"{self._site.name} sees one chunk of its cache, and which is up to its mask. Judge the sites around it."
+                f"The call of {self._site.name} was not kept, as it is larger than what is kept or its rows are not the forward's. "
+                "Judge the sites around it."
             )
-        last = int(self.positions[0])
-        span = range(max(0, last + 1 - (self._window() or last + 1)), last + 1)
-        written = self._captured.write_site(self._site.layer, draft=self._site.name.startswith(DRAFT))
-        q = self._stack("in")
-        given: dict[str, Any] = {"mask": None}
-        if self._scale is not None:
-            given["scale"] = self._scale
-        if "Quantized" in self._note("kind"):
-            given |= self._quantised(written, span)
-        else:
-            for side in "KV":
-                given[side.lower()] = self._captured.entries(
-                    self._request, written, side, span, self._forward
-                )
-        width = given["k"].shape[2] if "bits" not in given else given.pop("width")
-        if q.shape[1] % width:
-            raise OracleRefused(
-                f"{self._site.name} has queries of {q.shape[1]} numbers and keys of {width}, so heads cannot be told apart. Judge the "
-                "sites around it."
-            )
-        return self._of({**given, "in": q.reshape(1, -1, width)})
+        return operation_as_called(called, self._own(range(position + 1), called))
 
-    def _quantised(self, written: Site, span: range) -> dict[str, Any]:
-        """Keys and values as codes: what was written, quantised as mlx-lm does it, entry by entry."""
-        scenario = self._captured.trace.scenario
-        bits, group_size = scenario.get("kv_bits"), scenario.get("kv_group_size", CachePlan().kv_group_size)
-        if bits is None:
-            raise OracleRefused(
-                f"{self._site.name} reads a quantised cache of unknown width. Judge the sites before attention."
+    def _own(self, span: range, called: CalledRow) -> OwnEntries | None:
+        """The row's own entries up to its position; None where the layer's writes are not recorded, or were taken over."""
+        try:
+            written = self._captured.write_site(self._site.layer, draft=self._site.name.startswith(DRAFT))
+            if len(called.side("keys")) > 1:
+                return self._quantised(written, span, called.call.given["cache"])
+            keys, values = (
+                self._captured.entries(self._request, written, side, span, self._forward).astype(np.float32)
+                for side in "KV"
             )
+            return OwnEntries([keys], [values])
+        except OracleRefused:
+            return None
+
+    def _quantised(self, written: Site, span: range, cache: Any) -> OwnEntries:
+        """Keys and values as codes: what was written, quantised as mlx-lm does it, entry by entry."""
         heads = sum(port.startswith("K.") for port in written.outputs)
-        found: dict[str, Any] = {"bits": bits, "group_size": group_size}
+        found = []
         for side in "kv":
             exact = self._captured.written(self._request, written, side, span, self._forward)
             entries = exact.reshape(len(span), heads, -1).swapaxes(0, 1)
-            found["width"] = entries.shape[2]
             dtype = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}[self._dtype(written, side)]
             array = mx.array(entries.astype(np.float32)).astype(dtype)
-            packed, scales, biases = mx.quantize(array, group_size=group_size, bits=bits)
-            found[side] = (
-                np.asarray(packed),
-                *(np.asarray(part.astype(mx.float32)) for part in (scales, biases)),
-            )
-        return found
+            packed, *rest = mx.quantize(array, group_size=int(cache.group_size), bits=int(cache.bits))
+            found.append([np.array(packed), *(np.array(part.astype(mx.float32)) for part in rest)])
+        return OwnEntries(*found)
 
     def _dtype(self, written: Site, port: str) -> str:
         return self._captured.needed(self._rows[0], written, port).dtype
 
-    def _note(self, key: str) -> str:
-        """What the layer's cache said of itself at the start of the forward."""
-        line = self._captured.trace.forwards()[self._forward]
-        for note in line["caches"]:
-            if any(self._site.layer in layers for layers in parse_ranges(note["layers"], 1 << 31)):
-                return str(note.get(key, ""))
-        return ""
 
-    def _window(self) -> int | None:
-        """How many entries a row of this layer sees, None for all; read off the cache's class and the model's settings."""
-        if "Rotating" not in self._note("kind"):
-            return None
-        model = getattr(self._model, "model", self._model)
-        arguments = getattr(model, "args", None) or getattr(self._model, "args", None)
-        text = getattr(arguments, "text_config", None)
-        for settings in (arguments, text):
-            for name in ("sliding_window", "window_size", "sliding_window_size"):
-                found = settings.get(name) if isinstance(settings, dict) else getattr(settings, name, None)
-                if isinstance(found, int):
-                    return found
-        raise OracleRefused(
-            f"{self._site.name} sees a window of its cache, and its length is not among the model's settings. Judge the sites "
-            "before attention."
-        )
+def called_again(
+    loaded: LoadedModel, site: Site, x: NDArray[Any], dtype: str, shape: tuple[int, int], plan: KernelPlan
+) -> NDArray[Any]:
+    """The output (rows, n) of a linear site for inputs (rows, k) in storage form, as the model calls it under ``plan``.
+
+    Raises OracleRefused for another site.
+    """
+    leaves = {name: (leaf, kind) for name, leaf, kind in walk(loaded.model)}
+    name, leaf, kind = _find(site.name.removeprefix(DRAFT), leaves)
+    if leaf is None or kind not in ("linear", "as_linear"):
+        raise OracleRefused(f"The site {site.name} cannot be called on its own. Judge the sites around it.")
+    method = "as_linear" if kind == "as_linear" else "__call__"
+    held = mx.array(np.ascontiguousarray(x))
+    given = (held.view(mx.bfloat16) if dtype == "BF16" else held).reshape(*shape, -1)
+    native: Callable[[mx.array], mx.array] = getattr(leaf, method)
+    operations = Operations(plan, loaded.staged)
+    place = CallSite(site.name, site.kind, "decode")
+    y = native(given) if operations.native else operations.linear.run(place, native, leaf, given, method)[0]
+    return plain(y).reshape(len(x), -1)

@@ -7,6 +7,7 @@ learn whose rows a model call holds; its ``speculative_generate_step`` runs one 
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -130,6 +131,26 @@ def _batches_watched(composer: PaddedComposer) -> Iterator[None]:
 
 OnChoice = Callable[[int, int, mx.array], None]
 """``on_choice(request, index, logprobs)``: the log-probabilities [V] that the sampler chose a token from."""
+
+
+@contextlib.contextmanager
+def padding_of(another: bool) -> Iterator[None]:
+    """While the block lasts, mlx-lm fills its batches of prompts with ``another`` token than 0."""
+    if not another:
+        yield
+        return
+    module: Any = sys.modules[BatchGenerator.__module__]  # mlx_lm.generate is a function, too
+    native = module._right_pad_prompts
+
+    def filled(prompts: list[list[int]], max_length: int | None = None) -> mx.array:
+        longest = max_length or max(map(len, prompts))
+        return mx.array([each + [1] * (longest - len(each)) for each in prompts])
+
+    module._right_pad_prompts = filled
+    try:
+        yield
+    finally:
+        module._right_pad_prompts = native
 
 
 @dataclass(frozen=True)

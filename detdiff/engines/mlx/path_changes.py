@@ -63,8 +63,6 @@ class SingleRowPaths(PathOverride):
 
     def spans(self, place: CallSite, call: Call, planned: Spans) -> Spans:
         if call.op == "attention":
-            if call.rows * call.batch == 1:
-                return planned
             return (Span(0, call.rows, KernelPath(ROW_BY_ROW, "held: every row as a call of its own")),)
         path = self._plan(place, replace(call, rows=1, second_last=1, sorted=False))[0].path
         if path.kernel is None and path.name == NATIVE:

@@ -15,8 +15,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from numpy.typing import NDArray
+
 from detdiff.engines import base
-from detdiff.engines.base import Begin, RunOptions, request_header, wanted_values
+from detdiff.engines.base import Begin, Overrides, RunOptions, request_header, wanted_values
 from detdiff.engines.schedule import request_tokens
 from detdiff.engines.tasks import Pooling
 from detdiff.errors import (
@@ -29,7 +31,7 @@ from detdiff.errors import (
 from detdiff.scenario import GENERATE, SCORE, Request, Scenario, nearest
 from detdiff.trace import Site
 
-from .linear_sites import as_computed, load_torch, operation_of
+from .linear_sites import as_computed, called_again, load_torch, operation_of
 from .recorder import Batch, TorchRecorder
 from .sites import ROLES, TorchSites, called, discover, last_hidden, replaced
 from .taps import implementations, pinned, tapped
@@ -53,6 +55,7 @@ _CAPABILITIES: Final = frozenset(
         base.PIN_KERNELS,
         base.DTYPE,
         base.ORACLE,
+        base.PADDING,
         base.SERIAL,
         base.STATIC,
         base.EMBEDS,
@@ -195,6 +198,12 @@ class TransformersEngine:
         """See ``explain.controls.oracle``."""
         return operation_of(self._torch, self.model, site, captured, request, rows)
 
+    def again(
+        self, site: Site, x: NDArray[Any], dtype: str, shape: tuple[int, int], scenario: Scenario
+    ) -> NDArray[Any]:
+        """See ``explain.controls.place``."""
+        return called_again(self._torch, self.model, site, x, dtype, shape)
+
     def as_computed(self, role: str, operation: Operation, dtype: str) -> Operation:
         """See ``explain.controls.roles``."""
         return as_computed(operation, dtype)
@@ -299,7 +308,7 @@ class TransformersEngine:
             if scenario.task == GENERATE:
                 self._serve(batch, recorder, logits, options)
                 continue
-            made = self._run_whole(batch, recorder, overrides.pin_kernels)
+            made = self._run_whole(batch, recorder, overrides)
             if len(logits) < options.observe:
                 logits.append(made.clone())
             if scenario.task == SCORE:
@@ -313,7 +322,7 @@ class TransformersEngine:
                 if scenario.task == GENERATE:
                     self._serve(batch, None, again, options, len(logits))
                 else:
-                    again.append(self._run_whole(batch, None, overrides.pin_kernels))
+                    again.append(self._run_whole(batch, None, overrides))
         equal = len(again) == len(logits) and all(
             a.dtype == b.dtype and self._torch.equal(_bits(self._torch, a), _bits(self._torch, b))
             for a, b in zip(logits, again, strict=True)
@@ -372,25 +381,27 @@ class TransformersEngine:
             for group in groups
         ]
 
-    def _padded(self, batch: Batch) -> tuple[Any, Any]:
-        """Token ids and the mask of those that are no padding, int64 [requests, columns] each."""
+    def _padded(self, batch: Batch, another: bool) -> tuple[Any, Any]:
+        """Token ids and the mask of those that are no padding, int64 [requests, columns] each; ``another`` token fills it up."""
         torch, device = self._torch, self.model.device
+        pad = self._pad()
+        pad = int(pad == 0) if another else pad
         fed = zip(batch.padding, batch.missing, batch.given, strict=True)
         ids, mask = [], []
         for before, missing, tokens in fed:
             behind = missing - before
-            ids.append([self._pad()] * before + list(tokens) + [self._pad()] * behind)
+            ids.append([pad] * before + list(tokens) + [pad] * behind)
             mask.append([0] * before + [1] * len(tokens) + [0] * behind)
         return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
 
-    def _run_whole(self, batch: Batch, recorder: TorchRecorder | None, pin_kernels: bool) -> Any:
+    def _run_whole(self, batch: Batch, recorder: TorchRecorder | None, overrides: Overrides) -> Any:
         """One forward over whole texts: logits [requests, columns, vocabulary] where they are scored, else last hidden
         states [requests, columns, width]."""
         torch, model = self._torch, self.model
-        ids, mask = self._padded(batch)
+        ids, mask = self._padded(batch, overrides.padding)
         hidden: list[Any] = []
         with contextlib.ExitStack() as stack:
-            if pin_kernels:
+            if overrides.pin_kernels:
                 behind = batch.missing if batch.right else ()
                 stack.enter_context(pinned(torch, model, batch.padding, behind, not self.sites.encoder))
             if recorder is not None:
@@ -415,7 +426,7 @@ class TransformersEngine:
     ) -> None:
         """Run one batch to its end, its first logits into ``logits``; without a recorder, until there are ``enough``."""
         torch, model = self._torch, self.model
-        ids, mask = self._padded(batch)
+        ids, mask = self._padded(batch, options.overrides.padding)
 
         def fed(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             given = kwargs["input_ids"] if kwargs.get("input_ids") is not None else args[0]

@@ -234,6 +234,25 @@ def operation_of(
     return Linear(given.reshape(len(rows), -1), _weight(torch, module), bias)
 
 
+def called_again(
+    torch: Any, model: Any, site: Site, x: NDArray[Any], dtype: str, shape: tuple[int, int]
+) -> NDArray[Any]:
+    """The output (rows, n) of a linear site for inputs (rows, k) in storage form, laid out as ``shape`` (slots, columns).
+
+    Raises OracleRefused for another site.
+    """
+    module: Any = dict(model.named_modules()).get(re.sub(r"#\d+$", "", site.name))
+    if not is_linear(module):
+        raise OracleRefused(f"The site {site.name} cannot be called on its own. Judge the sites around it.")
+    held = torch.from_numpy(np.ascontiguousarray(x).view(np.int16) if dtype == "BF16" else x.copy())
+    given = (held.view(torch.bfloat16) if dtype == "BF16" else held).reshape(*shape, -1).to(model.device)
+    with torch.no_grad():
+        y = module(given).cpu().contiguous()
+    bits = y.view(torch.int16) if y.dtype == torch.bfloat16 else y
+    found: NDArray[Any] = bits.numpy().reshape(len(x), -1)
+    return found
+
+
 def _ids(captured: Captured, request: str, rows: Sequence[int]) -> np.ndarray[Any, np.dtype[np.int64]]:
     """The tokens that rows were fed."""
     trace = captured.trace

@@ -47,7 +47,7 @@ def _inside(facts: Facts) -> bool:
     return not facts.outside
 
 
-@control("neighbour_content", after="pin_kernels", asked_by=_inside)
+@control("neighbour_content", after="padding", asked_by=_inside)
 def neighbour_content(case: Case) -> Outcome:
     """Other text of the same length for all requests but one: nothing of that one may change.
 
@@ -61,7 +61,7 @@ def neighbour_content(case: Case) -> Outcome:
     again = case.record(scenario, side)
     alike = _alike_forwards(trace, again)
     found = compare(trace, again).request(id)
-    first = _first(found, alike)
+    first = first_change(found, alike)
     detail: dict[str, Any] = {
         "side": side,
         "request": id,
@@ -99,7 +99,7 @@ def neighbour_length(case: Case) -> Outcome:
     again = case.record(scenario, side)
     found = compare(case.trace(side), again).request(id)
     detail: dict[str, Any] = {"side": side, "request": id}
-    first = _first(found, None)
+    first = first_change(found, None)
     if found.stage is None or first is None:
         sentence = f"with the other requests one token shorter, no bit of {id} changed"
         return Outcome("equal", sentence, NeighbourFigures(**detail))
@@ -190,7 +190,7 @@ class _NeighbourChange:
     detail: dict[str, Any]
 
 
-def _first(request: RequestDivergence, alike: int | None) -> dict[str, Any] | None:
+def first_change(request: RequestDivergence, alike: int | None) -> dict[str, Any] | None:
     """The first change, in the forwards that are alike; its cache entry beside it."""
     origin, entry = request.origin, request.cache_entry
     found: list[_NeighbourChange] = []

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 
-from detdiff.engines.base import ORACLE, VALUES
+from detdiff.engines.base import ORACLE, VALUES, Overrides
 from detdiff.errors import OracleRefused
 from detdiff.scenario import Capture, Scenario
 from detdiff.trace import Site
@@ -97,10 +97,11 @@ def judged(case: Case, at_most: int) -> Outcome:
         if each.how == "composite":
             scores.skip(each, "composites have no bound of one operation")
     if plain:
-        sides = [_captured(case, side, plain) for side in "ab"]
+        sides = [_captured(case, side, plain, origin_rows) for side in "ab"]
         again = _again(sides, origin_rows)
         if again is not None:
             raise CannotRun(again)
+        case.known["captured"] = sides, origin_rows
         taken = {id(each) for each in plain}
         plain += [each for each in _largest(origin_rows, sides) if id(each) not in taken]
         for group in _groups(plain):
@@ -125,8 +126,10 @@ def sample(origin_rows: Sequence[OriginRow], at_most: int = AT_MOST) -> list[Ori
     return [origin_rows[place] for place in sorted(places)]
 
 
-def _captured(case: Case, side: Side, chosen: Sequence[OriginRow]) -> Captured:
-    """A re-run that keeps the values of the chosen sites, and the cache entries that they need."""
+def _captured(
+    case: Case, side: Side, chosen: Sequence[OriginRow], origin_rows: Sequence[OriginRow]
+) -> Captured:
+    """A re-run that keeps the values of the chosen sites, the cache entries that they need, and attention's calls at its origins."""
     from ..origins import DRAFT, Captured
 
     scenario = case.scenario(side)
@@ -150,7 +153,15 @@ def _captured(case: Case, side: Side, chosen: Sequence[OriginRow]) -> Captured:
         digest=scenario.capture.digest,
         memory_mb=scenario.capture.memory_mb,
     )
-    return Captured(case.record(replace(scenario, capture=capture), side))
+    engine: Any = case.engine(side)
+    rows = {
+        (each.site.name, case.number(side, each.request), each.position)
+        for each in origin_rows
+        if each.site.kind == "attention" and each.site.name in capture.sites
+    }
+    watch = engine.watch(rows) if rows and hasattr(engine, "watch") else None
+    trace = case.record(replace(scenario, capture=capture), side, overrides=Overrides(watch=watch))
+    return Captured(trace, watch)
 
 
 def _again(sides: Sequence[Captured], origin_rows: Sequence[OriginRow]) -> str | None:

@@ -195,7 +195,7 @@ Attended = Callable[[Given], mx.array]
 ROW_BY_ROW = "forced/rows"
 """An override's path: every query row as a call of its own."""
 
-_NAMES = ("queries", "keys", "values", "cache", "scale", "mask", "sinks")
+ATTENTION_NAMES = ("queries", "keys", "values", "cache", "scale", "mask", "sinks")
 
 
 class AttentionCalls:
@@ -206,11 +206,11 @@ class AttentionCalls:
 
     def run(self, place: CallSite, native: Native, args: Any, kw: Any) -> tuple[mx.array, TakenPath]:
         """The output [B, heads, rows, D] of one call, and the path that gave it."""
-        given = {**dict(zip(_NAMES, args, strict=False)), **kw}
+        given = {**dict(zip(ATTENTION_NAMES, args, strict=False)), **kw}
 
         def attend(asked: Given) -> mx.array:
             # By place what came by place: who wraps attention may have other names for it.
-            places = _NAMES[: len(args)]
+            places = ATTENTION_NAMES[: len(args)]
             rest = {name: value for name, value in asked.items() if name not in places}
             y: mx.array = native(*(asked[name] for name in places), **rest)
             return y
@@ -255,20 +255,23 @@ class AttentionCalls:
         return mx.concatenate(parts, axis=0).reshape(shape).transpose(0, 2, 1, 3)
 
     def _row_by_row(self, place: CallSite, attend: Attended, given: Given) -> mx.array:
-        """Every row as a call of its own with the keys that it may see, on the path that the plan has for that."""
+        """Every row as a call of its own with the keys that it may see, on the path that the plan has for that; in one order of the
+        keys, whatever order a ring has them in."""
         batch, _, rows, _ = given["queries"].shape
         slots = []
         for slot in range(batch):
             done = []
             for row in range(rows):
                 alone = _alone(given, slot, row)
+                if type(given.get("cache")).__name__ not in _IN_ORDER:
+                    alone = _sorted(alone)
                 spans = self._chooser.planned(place, attention_call(alone))
                 done.append(self._on_path(spans[0].path, place, attend, alone)[0])
             slots.append(mx.concatenate(done, axis=2) if rows > 1 else done[0])
         return mx.concatenate(slots, axis=0) if batch > 1 else slots[0]
 
     def _reference(self, name: str, given: Given, arguments: dict[str, int]) -> mx.array:
-        queries, keys, values = (given[key] for key in _NAMES[:3])
+        queries, keys, values = (given[key] for key in ATTENTION_NAMES[:3])
         if not (isinstance(keys, mx.array) and isinstance(values, mx.array)):
             raise UnsupportedFormat(
                 "the keys and values are quantised, and reference kernels take plain ones."
@@ -342,6 +345,44 @@ def _alone(given: Given, slot: int, row: int) -> Given:
         "values": part(given["values"]),
         "mask": own,
     }
+
+
+_IN_ORDER = (
+    "KVCache",
+    "QuantizedKVCache",
+    "BatchKVCache",
+    "ConcatenateKVCache",
+    "ChunkedKVCache",
+    "PagedCache",
+)
+"""Caches that keep their entries in the order of positions."""
+
+
+def _sorted(alone: Given) -> Given:
+    """A row's call over the keys that it sees alone, sorted by their bits and their values': the same for the same entries."""
+    parts = [_several(alone[side]) for side in ("keys", "values")]
+    mask = alone["mask"]
+    full = None if mask is None else np.array(mask if mask.dtype == mx.bool_ else mask.astype(mx.float32))
+    heads = None if full is None else full.reshape(-1, full.shape[-1])
+    seen = np.arange(parts[0][0].shape[2])
+    if heads is not None:
+        seen = np.flatnonzero((heads if heads.dtype == np.bool_ else heads > -np.inf).any(axis=0))
+        whole = heads[:, seen].all() if heads.dtype == np.bool_ else not heads[:, seen].any()
+        mask = None if whole else mask
+    raw = [
+        np.array(part if part.dtype == mx.uint32 else part.astype(mx.float32))
+        for side in parts
+        for part in side
+    ]
+    order = sorted(seen.tolist(), key=lambda at: b"".join(part[:, :, at].tobytes() for part in raw))
+    index = mx.array(order, mx.uint32)
+    taken = [tuple(part[:, :, index] for part in side) for side in parts]
+    keys, values = (side[0] if len(side) == 1 else side for side in taken)
+    return {**alone, "keys": keys, "values": values, "mask": None if mask is None else mask[..., index]}
+
+
+def _several(held: Any) -> tuple[mx.array, ...]:
+    return tuple(held) if isinstance(held, tuple | list) else (held,)
 
 
 def _seen(mask: mx.array) -> tuple[int, int, mx.array | None]:

@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
@@ -79,6 +79,12 @@ def _moved(value: mx.array, slot: int, column: int, axis: int, element: int) -> 
     return bits.view(value.dtype)
 
 
+class AttentionWatcher(Protocol):
+    """Sees attention as it is called."""
+
+    def around(self, site: str, forward: Forward, attend: Attend) -> Attend: ...
+
+
 class Injector:
     """Applies injected faults to what the sites of a model give."""
 
@@ -146,8 +152,7 @@ class Session:
         self._override: PathOverride | None = None
         self.paused = False
         self._entered = False
-        self.scales: dict[str, float] = {}
-        """The scale that each attention site was last called with, whatever its module calls it."""
+        self.watch: AttentionWatcher | None = None
         self._updates = CacheUpdates()
         self._reset()
         self.sites: SiteMap = discover(model, self._discovering)
@@ -425,11 +430,11 @@ class Session:
         if not self._active:
             return native(*args, **kw)
         key = self._key(f"{self._where}.attention")
-        scale = kw.get("scale", args[4] if len(args) > 4 else None)
-        if isinstance(scale, int | float):
-            self.scales[key] = float(scale)
         queries = self._hold_all(args[:1] or [kw.get("queries")])
         attend = self._attend(key, native)
+        place = self.sites.index.get(key) if self.watch is not None else None
+        if self.watch is not None and self.forward is not None and place is not None:
+            attend = self.watch.around(self.sites.sites[place].name, self.forward, attend)
         y = attend(None, args, kw) if self.packing is None else self.packing.attention(attend, args, kw)
         y = self._injected(key, "out", y)
         if self._sink is not None:

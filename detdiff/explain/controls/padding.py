@@ -1,0 +1,72 @@
+"""The control ``padding``: another token in the rows that fill a batch up. They are nobody's, so nothing may change."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from detdiff.compare import compare
+from detdiff.engines.base import PADDING, Overrides
+from detdiff.trace import Trace
+
+from ..case import Case
+from ..control import CannotRun, Figures, Outcome, control
+from ..facts import Facts
+from .neighbours import first_change
+
+
+@dataclass(frozen=True, eq=False)
+class PaddingFigures(Figures):
+    """Where ``request`` of ``side`` first changed: ``where`` in words, and what of the place is known."""
+
+    side: str
+    request: str | None = None
+    where: str | None = None
+    site: str | None = None
+    kind: str | None = None
+    layer: int | None = None
+    head: int | None = None
+    position: int | None = None
+    forward: int | None = None
+    composition: Sequence[Mapping[str, Any]] | None = None
+    entry_kind: str | None = None
+    entry: Mapping[str, Any] | None = None
+
+
+def _not_explained(facts: Facts) -> bool:
+    """What goes with pinned kernels came from no padding, which they leave as it is."""
+    return not facts.outside and facts.result("pin_kernels") != "removed"
+
+
+@control("padding", after="place", needs=(PADDING,), asked_by=_not_explained)
+def padding(case: Case) -> Outcome:
+    """Result ``equal``; ``differs``, a leak, with the first changed site and cache entry; or ``undecided`` where the first
+    change is at an expert layer, whose rows are put together by what they say.
+
+    Every shape stays as it is, so that kernels do, and no rounding is another one.
+    """
+    filled = {side: _filled(case.trace(side)) for side in "ab"}
+    side = "b" if filled["b"] >= filled["a"] else "a"
+    if not filled[side]:
+        raise CannotRun("no forward of either side has a row of padding")
+    again = case.record(case.scenario(side), side, overrides=Overrides(padding=True))
+    found = compare(case.trace(side), again)
+    first = next((each for each in found.requests if each.id == found.first), None)
+    first = first or next((each for each in found.requests if each.stage is not None), None)
+    place = None if first is None else first_change(first, None)
+    if first is None or place is None:
+        sentence = f"with another token in the rows of padding of side {side}, no bit of any request changed"
+        return Outcome("equal", sentence, PaddingFigures(side))
+    sentence = f"with another token in the rows of padding of side {side}, {first.id} changed, first at {place['where']}"
+    figures = PaddingFigures(side, first.id, **place)
+    if place.get("kind") == "switch":
+        return Outcome("undecided", f"{sentence}, whose calls hold the rows of padding too", figures)
+    return Outcome("differs", sentence, figures)
+
+
+def _filled(trace: Trace) -> int:
+    """Rows of padding in all forwards."""
+    lines = trace.forwards()
+    sizes = (int(line["shape"][0]) * int(line["shape"][1]) for line in lines)
+    return sum(sizes) - sum(int(row["count"]) for line in lines for row in line["rows"])
