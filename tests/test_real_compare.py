@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from command_line import run
+from tiers import only_in_full
 
 pytestmark = pytest.mark.thorough
 
@@ -72,6 +73,7 @@ def test_the_origin_is_a_linear_site_where_the_row_count_changed_the_kernel(
         assert {count["kind"] for count in request["origins"]} <= {"linear", "head"}
 
 
+@only_in_full("what `test_real_reference_case.py` shows on the same weights")
 def test_holding_the_path_makes_the_runs_identical(smollm2_packed_bf16: Path) -> None:
     code, answer = _compare(smollm2_packed_bf16, 1024)
     assert code == 0

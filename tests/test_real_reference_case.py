@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
+from tiers import only_in_full
 
 from detdiff.compare import Divergence, compare
 from detdiff.engines.mlx.engine import RecordOptions, record
@@ -78,9 +78,7 @@ def test_with_the_path_held_nothing_differs(case: Case, tmp_path: Path) -> None:
         assert request.verification is not None and request.verification.a == request.verification.b
 
 
-@pytest.mark.skipif(
-    not os.environ.get("DETDIFF_TEST_FULL"), reason="set DETDIFF_TEST_FULL=1: half an hour of a core"
-)
+@only_in_full("half an hour of a core")
 def test_the_whole_investigation(case: Case) -> None:
     verdict = case.explain("serial", "continuous")
     assert verdict.kind == "numerics" and verdict.divergence is not None

@@ -13,14 +13,13 @@ from typing import Any
 
 import pytest
 
-THOROUGH = bool(os.environ.get("CI") or os.environ.get("DETDIFF_TEST_FULL"))
+FULL = bool(os.environ.get("DETDIFF_TEST_FULL"))
+THOROUGH = bool(os.environ.get("CI")) or FULL
 
 
 def only_in_full(reason: str) -> Any:
     """A mark for what takes minutes of a core and shows on a real model what small ones show in the thorough tier."""
-    return pytest.mark.skipif(
-        not os.environ.get("DETDIFF_TEST_FULL"), reason=f"set DETDIFF_TEST_FULL=1: {reason}"
-    )
+    return pytest.mark.skipif(not FULL, reason=f"set DETDIFF_TEST_FULL=1: {reason}")
 
 
 def some_now(values: Iterable[Any], *places: int) -> list[Any]:

@@ -14,10 +14,10 @@ from detdiff.engines.registry import open_engine
 PROMPTS = (
     "The quick brown fox",
     "In the beginning",
-    "Write a short story about a lighthouse keeper who finds a letter.",
+    "Write a short story",
     "def fibonacci(n):",
     "The capital of France is",
-    "Once upon a time there was a small village at the foot of a mountain, and",
+    "Once upon a time there was",
     "Water boils at",
     "List three colours:",
 )
@@ -33,7 +33,7 @@ def test_smollm2_alone_against_a_padded_batch_of_eight(smollm2_bf16: Path, tmp_p
             "model": str(smollm2_bf16),
             "engine": {"name": "transformers", "threads": 1},
             "request": [{"prompt": prompt} for prompt in PROMPTS],
-            "max_tokens": 2,
+            "max_tokens": 1,
             "ignore_stop": True,
         }
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from functools import cache
 from typing import Any
@@ -11,7 +10,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.generate import speculative_generate_step
 from runs import PACKABLE, Runs, model, prompts, scenario
-from tiers import some_now
+from tiers import FULL, some_now
 from tiny import VOCAB, tiny
 
 from detdiff.compare import compare
@@ -54,7 +53,7 @@ CELLS = [
     for seed in range(SEEDS)
     for k in range(1, 9)
     for arrival in range(21)
-    if os.environ.get("DETDIFF_TEST_FULL") or arrival == (seed * 8 + k * 5) % 21
+    if FULL or arrival == (seed * 8 + k * 5) % 21
 ]
 
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 from fault_case import Expected, Trial
-from tiers import THOROUGH
+from tiers import FULL, THOROUGH
 from trials import Recorded
 from turn_cases import TURN_CASES, TurnTrial, turn_cases
 
 from detdiff.compare import compare
 from detdiff.explain import explain
 
-SEEDS = range(10) if os.environ.get("DETDIFF_TEST_FULL") else range(4) if THOROUGH else range(1)
+SEEDS = range(10) if FULL else range(4) if THOROUGH else range(1)
 """DETDIFF_TEST_FULL=1 runs all ten."""
 TWINS = [kind for kind in TURN_CASES if kind not in ("trim one too few", "offset not moved on load")]
 

@@ -210,7 +210,7 @@ def _shape(draw: st.DrawFn, k: int, most: int) -> tuple[int, int]:
     if not THOROUGH:
         most //= 3
     # Long rows are few, for the same reason.
-    m = draw(st.integers(1, 9 if THOROUGH else max(2, min(9, most // k))))
+    m = draw(st.integers(1, max(3 if THOROUGH else 2, min(9, most // k))))
     return m, draw(st.integers(1, max(1, min(70, most // (m * k)))))
 
 

@@ -220,7 +220,10 @@ def test_an_import_that_turned_heads_wrongly_is_another_model(
 def test_smollm2_in_both_is_numerics(smollm2_f16_gguf: Path, tmp_path: Path) -> None:
     need_llama()
     import_gguf(smollm2_f16_gguf, tmp_path / "model", dtype="f32", packed=False)
-    verdict = explained(smollm2_f16_gguf, tmp_path / "model")
+    sides = (scenario("llama.cpp", smollm2_f16_gguf), scenario("mlx", tmp_path / "model"))
+    short = [replace(each.requests[0], tokens=PROMPT[:3], max_tokens=1) for each in sides]
+    a, b = (replace(each, requests=(one,)) for each, one in zip(sides, short, strict=True))
+    verdict = explain(a, b, across_engines=True, repeats=1)
     assert (verdict.kind, verdict.rule) == ("numerics", "roles"), (verdict.sentence, verdict.missing)
     assert figures(verdict).operations == {"a": 454, "b": 454}
 

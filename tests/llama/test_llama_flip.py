@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from models import need_llama, tiny_gguf
+from tiers import only_in_full
 
 from detdiff.cli import main
 from detdiff.compare import compare
@@ -90,16 +90,25 @@ def found(smollm2_f16_gguf: Path) -> tuple[list[PromptAnswers], str]:
     """The prompts' answers beside others that end, and the list of what was found."""
     need_llama()
     model = LlamaModel(checked_library(), smollm2_f16_gguf)
-    # A quarter of the list, with one that flips where the documents were written; the tool tries all.
-    prompts = PROMPTS if os.environ.get("DETDIFF_TEST_FULL") else PROMPTS[16:24]
-    search = FlipSearch(model, [encoded(model, text) for text in prompts], 48)
-    answers = paired(prompts, search.alone(), search.beside(SHARED))
+    search = FlipSearch(model, [encoded(model, text) for text in PROMPTS], 48)
+    answers = paired(PROMPTS, search.alone(), search.beside(SHARED))
     return answers, listed(model, answers)
 
 
 @pytest.fixture(scope="module")
+def sides(smollm2_f16_gguf: Path, smollm2_q4_1_gguf: Path) -> tuple[Scenario, Scenario]:
+    """The reference case as it was found on one processor; on another it may keep its text."""
+    need_llama()
+    serial, continuous = (
+        Scenario.from_toml(CASE / f"llama-{name}.toml") for name in ("serial", "continuous")
+    )
+    files = {"model": str(smollm2_f16_gguf), "draft": str(smollm2_q4_1_gguf)}
+    return serial.with_changes(**files), continuous.with_changes(**files)
+
+
+@pytest.fixture(scope="module")
 def case(
-    found: tuple[list[PromptAnswers], str], smollm2_f16_gguf: Path, smollm2_q4_1_gguf: Path
+    found: tuple[list[PromptAnswers], str], sides: tuple[Scenario, Scenario]
 ) -> tuple[Scenario, Scenario]:
     """The reference case with the prompt that flips first after its neighbour has ended."""
     answers, listing = found
@@ -109,10 +118,8 @@ def case(
     if not inherited:
         pytest.skip(f"no prompt flips on this processor after its neighbours have ended: {listing}")
     anchor = min(inherited, key=lambda each: each.flip or 0)
-    sides = []
-    for name in ("serial", "continuous"):
-        asked = Scenario.from_toml(CASE / f"llama-{name}.toml")
-        asked = asked.with_changes(model=str(smollm2_f16_gguf), draft=str(smollm2_q4_1_gguf))
+    changed = []
+    for asked in sides:
         first, second = asked.requests
         follower = PROMPTS[0] if anchor.prompt == second.prompt else second.prompt
         flip = anchor.flip or 0
@@ -120,8 +127,13 @@ def case(
             replace(first, prompt=anchor.prompt, max_tokens=flip + 3),
             replace(second, prompt=follower, max_tokens=SHARED),
         )
-        sides.append(replace(asked, requests=requests))
-    return sides[0], sides[1]
+        changed.append(replace(asked, requests=requests))
+    return changed[0], changed[1]
+
+
+def short(scenario: Scenario) -> Scenario:
+    """The scenario with so few tokens that no flip is waited for."""
+    return replace(scenario, requests=tuple(replace(each, max_tokens=28) for each in scenario.requests))
 
 
 def toml(scenario: Scenario, path: Path) -> str:
@@ -138,8 +150,10 @@ def toml(scenario: Scenario, path: Path) -> str:
     return str(path)
 
 
+@only_in_full(
+    "the search for a flip on SmolLM2, whose page and controls `test_smollm2_llama.py` has without a flip"
+)
 @pytest.mark.real_model
-@pytest.mark.thorough
 def test_the_page_tells_the_whole_story(
     case: tuple[Scenario, Scenario], found: tuple[list[PromptAnswers], str], tmp_path: Path
 ) -> None:
@@ -213,9 +227,9 @@ def test_the_page_tells_the_whole_story(
 
 @pytest.mark.real_model
 @pytest.mark.thorough
-def test_a_draft_alone_changes_rows_and_so_bits(case: tuple[Scenario, Scenario], tmp_path: Path) -> None:
+def test_a_draft_alone_changes_rows_and_so_bits(sides: tuple[Scenario, Scenario], tmp_path: Path) -> None:
     """Rows that verify several proposals take the kernels of several rows, with no other request near."""
-    asked = case[0]
+    asked = short(sides[0])
     assert asked.speculation is not None
     plain = replace(asked, speculation=None)
     four = replace(asked, speculation=replace(asked.speculation, drafts=4))
@@ -227,6 +241,8 @@ def test_a_draft_alone_changes_rows_and_so_bits(case: tuple[Scenario, Scenario],
     ]
     divergence = compare(*traces)
     anchor = divergence.request("anchor")
+    if anchor.identical:
+        pytest.skip("this processor's F16 kernels compute a row alike for every number of rows")
     origin = anchor.origin
     assert origin is not None and origin.kind == "linear" and (origin.rows_a, origin.rows_b) == (1, 4)
     verification = anchor.verification
@@ -244,12 +260,9 @@ def test_a_draft_alone_changes_rows_and_so_bits(case: tuple[Scenario, Scenario],
 @pytest.mark.real_model
 @pytest.mark.thorough
 def test_weights_that_are_computed_alike_give_one_text(
-    case: tuple[Scenario, Scenario], smollm2_q8_0_gguf: Path, smollm2_q4_1_gguf: Path, tmp_path: Path
+    sides: tuple[Scenario, Scenario], smollm2_q8_0_gguf: Path, tmp_path: Path
 ) -> None:
-    serial, continuous = (
-        each.with_changes(model=str(smollm2_q8_0_gguf), draft=str(smollm2_q4_1_gguf), drafts=4)
-        for each in case
-    )
+    serial, continuous = (short(each).with_changes(model=str(smollm2_q8_0_gguf), drafts=4) for each in sides)
     engine = open_named("llama.cpp", str(smollm2_q8_0_gguf), {})
     options = RunOptions(observe=0)
     traces = [

@@ -37,7 +37,7 @@ def compared(model: Path, folder: Path, *more: str) -> ComparedRuns:
 @pytest.fixture(scope="module")
 def f16(smollm2_f16_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> ComparedRuns:
     need_llama()
-    found = compared(smollm2_f16_gguf, tmp_path_factory.mktemp("f16"))
+    found = compared(smollm2_f16_gguf, tmp_path_factory.mktemp("f16"), "--both", "max_tokens=6")
     if found.answer["identical"]:
         assert found.code == 0
         pytest.skip(SAME)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from conftest import Run
 from hypothesis import given
 from hypothesis import strategies as st
+from inner_runs import Run
 
 from detdiff.check.settings import LATEST, CheckedSchedule, compositions, listed
 from detdiff.errors import CheckError, NothingToCheck, ScenarioError, ScheduleInvalid

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from conftest import Run, text_of
 from injected_faults import INJECTED_FAULTS, NAMED
+from inner_runs import Run, text_of
 
 TEXT = """
 import pytest

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from conftest import Run, text_of
+from inner_runs import Run, text_of
 
 from detdiff.check.failure import place
 from detdiff.trace import Trace

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from conftest import Run, text_of
+from inner_runs import Run, text_of
 
 OPS = """
 import numpy as np

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from conftest import Run
+from inner_runs import Run
 
 from detdiff.check.checker import BatchInvariance
 from detdiff.check.settings import LEVELS

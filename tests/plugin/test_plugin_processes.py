@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from conftest import STRICT, text_of
+from inner_runs import STRICT, text_of
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = {"mlx", "mlx_lm", "numba", "numpy", "click", "transformers", "tokenizers"}

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import Run, text_of
+from inner_runs import Run, text_of
+from tiers import only_in_full
 
 pytestmark = pytest.mark.thorough
-HALF_AN_HOUR = pytest.mark.skipif(
-    not os.environ.get("DETDIFF_TEST_FULL"),
-    reason="set DETDIFF_TEST_FULL=1: the same on the weights in another dtype",
-)
+HALF_AN_HOUR = only_in_full("the same on the weights in another dtype")
 
 NATIVE = """
 def test_native(batch_invariance):

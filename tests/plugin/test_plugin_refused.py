@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from conftest import Run, text_of
+from inner_runs import Run, text_of
 
 CALL = "from tiny import tiny\ndef test_it(batch_invariance):\n    batch_invariance.check({})\n"
 MARK = "import pytest\n@pytest.mark.batch_invariant({})\ndef test_it(): pass\n"
