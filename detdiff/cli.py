@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
 
@@ -411,6 +411,11 @@ def _summarise(files: tuple[Path, ...], wanted: SummaryOptions, options: Mapping
     type=click.IntRange(1),
     help="Repeat each side N times, even where nothing differs; default 2.",
 )
+@click.option(
+    "--inside",
+    metavar="WHERE",
+    help="With runs of a server: run what it was asked on a local model, scenario file, or trace of detdiff serve.",
+)
 @across_engines_option
 @partial_option
 @json_option
@@ -419,6 +424,7 @@ def explain(
     controls: tuple[str, ...],
     budget: int | None,
     repeats: int | None,
+    inside: str | None,
     **options: Any,
 ) -> None:
     """Find why run B diverges from run A: rounding, a bug, a difference of configuration, or a run that does not repeat.
@@ -432,10 +438,26 @@ def explain(
     from detdiff.commands.explain import explained
     from detdiff.report import verdict_json, verdict_text
 
+    if inside is not None:
+        _explain_inside(_asked(files, options), inside, controls, budget, options["as_json"])
     verdict = explained(_asked(files, options), controls, budget, _progress, repeats)
     _answer(options["as_json"], lambda: verdict_json(verdict), lambda: verdict_text(verdict, width=_width()))
     codes = {"identical": IDENTICAL, "undetermined": INCONCLUSIVE}
     click.get_current_context().exit(codes.get(verdict.kind, DIFFERENT))
+
+
+def _explain_inside(
+    asked: ComparisonArguments, where: str, controls: tuple[str, ...], budget: int | None, as_json: bool
+) -> NoReturn:
+    """Say whether what a server did appears on a local engine, and exit."""
+    from detdiff.commands.inside import seen_inside
+    from detdiff.explain.inside import ANOTHER_MODEL, NO_DIFFERENCE
+    from detdiff.report.inside import inside_json, inside_text
+
+    found = seen_inside(asked, where, controls, budget, _progress)
+    _answer(as_json, lambda: inside_json(found), lambda: inside_text(found, width=_width()))
+    codes = {NO_DIFFERENCE: IDENTICAL, ANOTHER_MODEL: INCONCLUSIVE}
+    click.get_current_context().exit(codes.get(found.found, DIFFERENT))
 
 
 @main.command()

@@ -147,9 +147,9 @@ class Scenario:
         _check_uses(self)
 
     @classmethod
-    def from_toml(cls, path: str | Path) -> Scenario:
+    def from_toml(cls, path: str | Path, requests: Sequence[Mapping[str, Any]] | None = None) -> Scenario:
         """Read a scenario file. A relative model directory, profile file or trace is looked for in the file's own
-        folder.
+        folder. ``requests`` stand in the place of the file's.
 
         Raises ScenarioFileError, and what ``from_dict`` raises, naming the file.
         """
@@ -166,6 +166,8 @@ class Scenario:
             ) from None
         except (ValueError, RecursionError) as error:
             raise ScenarioFileError(f"{path}: this is not a TOML file ({error}); correct it there.") from None
+        if requests is not None:
+            table["request"] = requests
         return cls.from_dict(_resolved(table, path.parent), where=str(path))
 
     @classmethod

@@ -20,7 +20,8 @@ from .shapes import LAST_ID, AnswerEvent, Invalid, NamedToken, TokenValues, answ
 class ServerAnswer:
     """The answer to one request as far as it has come. ``came`` are seconds of each token, or piece of text.
 
-    ``cached`` is how many tokens of the prompt came from a prefix cache, None where the server does not say.
+    ``cached`` is how many tokens of the prompt came from a prefix cache, ``counted`` and ``prompted`` how many tokens the answer and the
+    prompt have, each None where the server does not say.
     ``collided`` counts tokens whose top list is shorter than it was asked for, because it is keyed by text.
     """
 
@@ -33,6 +34,7 @@ class ServerAnswer:
     came: list[float] = field(default_factory=list)
     cached: int | None = None
     counted: int | None = None
+    prompted: int | None = None
     finished: str | None = None
     collided: int = 0
     name: str | int | None = None
@@ -77,6 +79,8 @@ class ServerAnswer:
                 self.cached = usage.prompt_tokens_details.cached_tokens
             if usage.completion_tokens is not None:
                 self.counted = usage.completion_tokens
+            if usage.prompt_tokens is not None:
+                self.prompted = usage.prompt_tokens
         if self.cached is None and timings is not None:
             self.cached = timings.cache_n
 
@@ -195,6 +199,8 @@ class ServerAnswer:
             self.came += [now] * (counted - len(self.came))
         if type(meta.get("cached_tokens")) is int:
             self.cached = meta["cached_tokens"]
+        if type(meta.get("prompt_tokens")) is int:
+            self.prompted = meta["prompt_tokens"]
         self.counted = counted if type(counted) is int else None
         reason = meta.get("finish_reason")
         if reason is not None:
@@ -205,6 +211,11 @@ class ServerAnswer:
             self.invalid(f"the log-probability {_short(given)}", "[log-probability, token id, text]")
         text = given[2] if len(given) > 2 and isinstance(given[2], str) else ""
         return NamedToken(self._score(given[0]), text, self._id(given[1]))
+
+    @property
+    def named_by_id(self) -> bool:
+        """Whether its tokens have ids of the server's tokenizer."""
+        return bool(self.ids) or (bool(self.tokens) and all(each.id is not None for each in self.tokens))
 
     @property
     def whole_text(self) -> str:

@@ -434,7 +434,21 @@ class _ServerRun:
             for number, each in sorted(self._found.items())
             if each.cached is not None
         }
-        server: dict[str, Any] = {"cached_tokens": cached, "again": again}
+        server: dict[str, Any] = {
+            "cached_tokens": cached,
+            "again": again,
+            "prompt_ids": [
+                request.id
+                for request in self._scenario.requests
+                if request.tokens is not None or not (request.chat or self._engine.asks_text)
+            ],
+            "prompt_tokens": {
+                self._asked[number].id: each.prompted
+                for number, each in sorted(self._found.items())
+                if each.prompted is not None
+            },
+            "token_ids": all(each.named_by_id for each in self._found.values()),
+        }
         times: dict[str, Any] = {
             "started": self._started,
             "seconds": time.perf_counter() - self._clock,

@@ -83,6 +83,7 @@ class CachedTokens(Struct, gc=False):
 
 class Usage(Struct, gc=False):
     completion_tokens: int | None = None
+    prompt_tokens: int | None = None
     prompt_tokens_details: CachedTokens | None = None
 
 
