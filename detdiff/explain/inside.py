@@ -176,9 +176,15 @@ def _replayed(
     cached = sum((cached_tokens(trace) or {}).values())
     if cached:
         lost.append(f"{cached} prompt tokens came from the server's prefix cache; here every one is computed")
+    miscounted = [each.id for each in requests if each.id in _server(trace).get("miscounted", ())]
+    if miscounted:
+        lost.append(
+            f"answers to {', '.join(miscounted)} lack tokens that the server counts, as llama.cpp's leaves out parts of characters: what came is "
+            "looked for in the local answers in its order"
+        )
     if len(requests) < len(asked.requests):
         lost.append(f"of {len(asked.requests)} requests those of one batch are run: {', '.join(only)}")
-    scenario, exact = _scheduled(trace, replace(base, requests=tuple(requests)), asked, served, engine, lost)
+    scenario, exact = _scheduled(trace, replace(base, requests=tuple(requests)), asked, served, lost)
     return Replayed(scenario, tuple(lost), exact)
 
 
@@ -194,15 +200,17 @@ def _other_lengths(trace: Trace, requests: Sequence[Request], engine: Engine) ->
 
 
 def _scheduled(
-    trace: Trace, base: Scenario, asked: Scenario, served: Trace | None, engine: Engine, lost: list[str]
+    trace: Trace, base: Scenario, asked: Scenario, served: Trace | None, lost: list[str]
 ) -> tuple[Scenario, bool]:
     """The requests under the schedule that stands for the server's, and whether who shared a forward is known."""
     kind = asked.schedule.kind
     if kind == "serial" or len(base.requests) == 1:
         return base.with_changes(schedule="serial", arrivals=None), True
-    arrivals = None if served is None else _served_arrivals(trace, base, served, engine)
+    before = len(lost)
+    arrivals = None if served is None else _served_arrivals(trace, base, served, lost)
     if arrivals is not None:
-        return base.with_changes(schedule="continuous", active=None, arrivals=arrivals), True
+        known = len(lost) == before
+        return base.with_changes(schedule="continuous", active=None, arrivals=arrivals), known
     own = base.schedule.kind if base.schedule.kind != "serial" else kind
     if kind == "static":
         lost.append(
@@ -230,24 +238,26 @@ def _steps_before(trace: Trace, scenario: Scenario) -> list[int]:
     return [each - min(before) for each in before]
 
 
-def _served_arrivals(trace: Trace, scenario: Scenario, served: Trace, engine: Engine) -> list[int] | None:
-    """The forwards at which what served took these requests; None where not each of them is found there, once."""
-    taken: list[int] = []
-    for request in scenario.requests:
-        tokens = list(request.tokens or engine.encode(request.prompt or "", request.chat))
-        answer = _text(_answer(trace, request.id), engine)
-        mine = [
-            number
-            for number, each in enumerate(served.requests)
-            if list(each["tokens"]) == tokens
-            and _text(_answer(served, str(each["id"])), engine) == answer
-            and number not in taken
-        ]
-        if not mine:
-            return None
-        # What was asked first alone comes first there.
-        taken.append(mine[-1])
-    arrivals = [int(served.requests[number].get("arrival", 0)) for number in taken]
+def _served_arrivals(trace: Trace, scenario: Scenario, served: Trace, lost: list[str]) -> list[int] | None:
+    """The forwards at which what served took these requests, by the names under which they were asked; None where it has not all of them."""
+    run = trace.header["times"].get("asked_as", "")
+    numbers = {str(each["id"]): number for number, each in enumerate(served.requests)}
+    taken = [numbers.get(f"{run}-{each.id}") for each in scenario.requests]
+    mine = [number for number in taken if number is not None]
+    if len(mine) < len(taken):
+        lost.append(
+            f"{served.path} has not all requests of {trace.path}: who shared a forward is not taken from it"
+        )
+        return None
+    arrivals = [int(served.requests[number]["arrival"]) for number in mine]
+    others = {
+        row["request"]
+        for line in served.forwards()
+        if not set(mine).isdisjoint(row["request"] for row in line["rows"])
+        for row in line["rows"]
+    } - set(mine)
+    if others:
+        lost.append(f"{len(others)} requests of others shared forwards with these, and are left out here")
     return [each - min(arrivals) for each in arrivals]
 
 
@@ -281,6 +291,12 @@ def _first_other(x: Tokens, y: Tokens) -> int | None:
     return None if len(x) == len(y) else min(len(x), len(y))
 
 
+def _all_of(part: Tokens, whole: Tokens) -> bool:
+    """Whether ``part`` is left when something is taken out of ``whole``."""
+    rest = iter(whole)
+    return all(each in rest for each in part)
+
+
 def _flips(
     a: Trace | None, b: Trace, inside: Sequence[Trace], engine: Engine, only: Sequence[str]
 ) -> list[InsideFlip]:
@@ -292,6 +308,8 @@ def _flips(
         if characters:
             here = [_text(each, engine) for each in here]
             there = [_text(each, engine) for each in there]
+        if any(id in _server(trace).get("miscounted", ()) for trace in (a, b) if trace is not None):
+            here = [x if _all_of(x, y) else y for x, y in zip(there, here, strict=True)]
         at, own = _first_other(*there), _first_other(*here)
         if at is None and own is None:
             continue

@@ -54,6 +54,10 @@ def test_an_address_as_the_model_is_enough_and_the_trace_is_like_any_other(tmp_p
     assert b.header["server"] == {
         "cached_tokens": dict.fromkeys(("r0", "r1", "r2", "r3"), 0),
         "again": {},
+        "prompt_ids": ["r0", "r1", "r2", "r3"],
+        "prompt_tokens": {},
+        "miscounted": [],
+        "token_ids": True,
         "met": True,
     }
     assert "logits" not in a.lacks and "tokens" not in a.lacks and "forwards" in a.lacks

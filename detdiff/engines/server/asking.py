@@ -18,13 +18,15 @@ from .settings import ServerSettings
 
 @dataclass(frozen=True, eq=False)
 class Asking:
-    """How the requests of one run are asked: ``model`` as the server names it, ``top`` likeliest tokens for each."""
+    """How the requests of one run are asked: ``model`` as the server names it, ``top`` likeliest tokens for each; ``run`` is the name of the
+    run for a server that keeps the names of requests."""
 
     client: ServerClient
     kind: ServerKind
     settings: ServerSettings
     model: str
     top: int
+    run: str = ""
 
     def ask(self, request: Request, tokens: tuple[int, ...], *, values: bool = True) -> ServerAnswer:
         """The whole answer; without ``values`` as a stream of text. Raises what the client raises, and ServerAnswerInvalid."""
@@ -39,8 +41,11 @@ class Asking:
             "sglang": ("/generate", answer.sglang),
             "tgi": ("/generate_stream" if streams else "/generate", answer.tgi),
         }[shape]
+        name = f"{self.run}-{request.id}" if self.run and kind.names_requests and values else ""
+        if not (name.isascii() and name.isprintable()):
+            name = ""
         if streams:
-            events, done = self.client.events(path, body)
+            events, done = self.client.events(path, body, name)
             with self.client.reading:
                 for at, line in events:
                     read(line, at)
@@ -48,7 +53,7 @@ class Asking:
             if not done and (answer.finished is None or (kind.says_done and shape != "tgi")):
                 self.client.cut()
         else:
-            found = self.client.post(path, body)
+            found = self.client.post(path, body, name)
             read(found, time.perf_counter())
         if answer.finished is None:
             self.client.invalid("an answer without a reason why it ended", "a finish_reason")

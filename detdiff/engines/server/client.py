@@ -101,7 +101,12 @@ class ServerClient:
 
     @contextmanager
     def _asked(
-        self, path: str, content: bytes | None = None, *, timeout: float | None = None
+        self,
+        path: str,
+        content: bytes | None = None,
+        *,
+        timeout: float | None = None,
+        name: str = "",
     ) -> Iterator[tuple[http.client.HTTPResponse, socket.socket]]:
         """An answer whose headers were read, and its socket. Raises ServerUnreachable and ServerAnswerInvalid."""
         timeout = self._settings.timeout if timeout is None else timeout
@@ -113,6 +118,7 @@ class ServerClient:
             connected = connection.sock
             connected.settimeout(timeout)
             headers |= {} if content is None else _JSON
+            headers |= {"X-Request-Id": name} if name else {}
             connection.request("GET" if content is None else "POST", before + path, content, headers)
             with connection.getresponse() as answer:
                 yield answer, connected
@@ -128,9 +134,9 @@ class ServerClient:
             raw = answer.read(BODY_LIMIT)
             return answer.status, {name.lower(): value.strip() for name, value in answer.getheaders()}, raw
 
-    def post(self, path: str, body: Mapping[str, Any]) -> bytes:
-        """The answer. Raises ServerUnreachable, ServerRefused and ServerAnswerInvalid."""
-        with self._sent(path, body) as (answer, _):
+    def post(self, path: str, body: Mapping[str, Any], name: str = "") -> bytes:
+        """The answer; ``name`` is the request's, for servers that keep it. Raises ServerUnreachable, ServerRefused and ServerAnswerInvalid."""
+        with self._sent(path, body, name) as (answer, _):
             raw = answer.read(BODY_LIMIT + 1)
         if len(raw) > BODY_LIMIT:
             self.invalid(f"more than {BODY_LIMIT >> 20} MB in one answer", "an answer of some KB")
@@ -149,13 +155,15 @@ class ServerClient:
         self.stopped = True
         self._receiver.stop()
 
-    def events(self, path: str, body: Mapping[str, Any]) -> tuple[list[tuple[float, bytes]], bool]:
+    def events(
+        self, path: str, body: Mapping[str, Any], name: str = ""
+    ) -> tuple[list[tuple[float, bytes]], bool]:
         """The events of a stream when it has ended, each with the time at which it came, and whether the stream says that it is done.
 
         Raises ServerUnreachable, ServerRefused (an error in the middle of the stream, too) and ServerAnswerInvalid (a stream that is cut, or
         too long).
         """
-        with self._sent(path, body) as (answer, connected):
+        with self._sent(path, body, name) as (answer, connected):
             kind = answer.headers.get("content-type", "")
             if "event-stream" not in kind:
                 self.invalid(
@@ -200,7 +208,7 @@ class ServerClient:
 
     @contextmanager
     def _sent(
-        self, path: str, body: Mapping[str, Any]
+        self, path: str, body: Mapping[str, Any], name: str
     ) -> Iterator[tuple[http.client.HTTPResponse, socket.socket]]:
         """Post, again where the server says so or does not listen, until it answers."""
         content = json.dumps(body, ensure_ascii=False).encode()
@@ -208,7 +216,7 @@ class ServerClient:
         while True:
             wait = 0.1 * 4**tries
             try:
-                with self._asked(path, content) as (answer, connected):
+                with self._asked(path, content, name=name) as (answer, connected):
                     if answer.status == 200:
                         yield answer, connected
                         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -198,9 +199,9 @@ class ServerEngine:
                 "another one. Nothing can be said of it as one server; run again."
             )
 
-    def asking(self, top: int) -> Asking:
+    def asking(self, top: int, run: str = "") -> Asking:
         """How requests are asked, with so many of the likeliest tokens."""
-        return Asking(self._client, self.kind, self._own, self._model, top)
+        return Asking(self._client, self.kind, self._own, self._model, top, run)
 
     def prompt(self, request: Request) -> tuple[int, ...]:
         """The prompt's ids in a trace: token ids, or code points of the text where the server gives none."""
@@ -234,7 +235,8 @@ class _ServerRun:
 
     def __init__(self, engine: ServerEngine, scenario: Scenario, begin: Begin, options: RunOptions) -> None:
         self._engine, self._scenario, self._begin, self._options = engine, scenario, begin, options
-        self._asking = engine.asking(scenario.capture.top)
+        self._name = uuid.uuid4().hex[:8]
+        self._asking = engine.asking(scenario.capture.top, self._name)
         self._asked = [
             EngineRequest(each.id, engine.prompt(each), each.max_tokens, 0, each.prompt)
             for each in scenario.requests
@@ -412,15 +414,16 @@ class _ServerRun:
                 f"{collided} top lists are shorter than asked for: they are keyed by text, and tokens of the same text (parts of a "
                 "character) collide"
             )
-        miscounted = [
-            each
-            for each in self._found.values()
+        miscounted = {
+            self._asked[number].id: each
+            for number, each in sorted(self._found.items())
             if each.counted is not None and each.tokens and abs(each.counted - len(each.tokens)) > 1
-        ]
+        }
         if miscounted:
+            first = next(iter(miscounted.values()))
             notes.append(
-                f"{len(miscounted)} answers have another number of tokens than the server counts, first {len(miscounted[0].tokens)} "
-                f"and {miscounted[0].counted}"
+                f"{len(miscounted)} answers have another number of tokens than the server counts, first {len(first.tokens)} "
+                f"and {first.counted}"
             )
         again = {
             reason: count - self._again.get(reason, 0)
@@ -447,9 +450,11 @@ class _ServerRun:
                 for number, each in sorted(self._found.items())
                 if each.prompted is not None
             },
+            "miscounted": list(miscounted),
             "token_ids": all(each.named_by_id for each in self._found.values()),
         }
         times: dict[str, Any] = {
+            "asked_as": self._name,
             "started": self._started,
             "seconds": time.perf_counter() - self._clock,
             "requests": {

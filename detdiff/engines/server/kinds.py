@@ -19,7 +19,7 @@ class ServerKind:
     generates on after a stop token. ``streams_values`` is whether log-probabilities come in streams, too. ``cache_off`` is
     added where prefix caches are to be off; the value "fresh" stands for one that no other request has. ``reset`` is
     the path that forgets what was cached. ``values`` is false where it gives text alone. ``notes`` are what a trace says of it.
-    ``load`` is where it tells how many requests it runs.
+    ``load`` is where it tells how many requests it runs. ``names_requests``: it keeps the name that a request has in its headers.
     """
 
     name: str
@@ -38,6 +38,7 @@ class ServerKind:
     notes: tuple[str, ...] = ()
     sampled_note: str = ""
     load: MetricNames | None = None
+    names_requests: bool = False
 
 
 KINDS: Final[Mapping[str, ServerKind]] = {
@@ -118,6 +119,8 @@ KINDS: Final[Mapping[str, ServerKind]] = {
             takes_ids=True,
             ignores_stop=True,
             cache_off={"cache_prompt": False},
+            load=MetricNames("detdiff:num_requests_running", "detdiff:num_requests_waiting"),
+            names_requests=True,
         ),
         ServerKind("openai", completion_top=5),
     )
