@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 from command_line import run
 from tiers import some_now
 
 import detdiff
 from detdiff import Scenario, explain
+from detdiff.engines.mlx.taps.session import Session
 from detdiff.errors import ModelCodeRefused
 
 SMALL = {
@@ -67,26 +69,29 @@ def directory(folder: Path, config: dict[str, Any], dtype: str = "float32", code
 
 @dataclass(frozen=True)
 class Asked:
-    """One question: the flags of both sides, of a and of b; ``more`` are options of explain by their Python names."""
+    """One question: the flags of both sides, of a and of b, or two ``files``; ``more`` are options of explain by their Python
+    names."""
 
     model: str = ""
     both: str = TOKENS
     a: str = "schedule=serial"
     b: str = "schedule=static"
     more: dict[str, Any] = field(default_factory=dict)
+    files: tuple[Path, ...] = ()
 
     def command_line(self) -> tuple[str, str, str]:
         model = ["--model", self.model] if self.model else []
         options = [word for name, value in self.more.items() for word in (f"--{name}", str(value))]
-        found = run("explain", *model, "--both", self.both, "--a", self.a, "--b", self.b, *options, "--json")
+        sides = self.files or (*model, "--both", self.both, "--a", self.a, "--b", self.b)
+        found = run("explain", *sides, *options, "--json")
         assert found.exit_code in (0, 1, 3), found.output
         answer = json.loads(found.stdout)
         return answer["verdict"], answer["rule"], answer["said"]
 
     def python(self) -> tuple[str, str, str]:
-        sides = [
+        sides: tuple[Any, ...] = self.files or tuple(
             Scenario.from_flags(self.model or None, (), f"{self.both} {own}") for own in (self.a, self.b)
-        ]
+        )
         verdict = explain(*sides, **self.more)
         return verdict.kind, verdict.rule, verdict.sentence
 
@@ -208,6 +213,38 @@ def ring_in_another_order(folder: Path, monkeypatch: pytest.MonkeyPatch, ill: bo
     return Asked(model, f"tokens={numbers} max_tokens=3", "prefill_chunk=2048", f"prefill_chunk={chunk}")
 
 
+def other_place_in_the_batch(folder: Path, monkeypatch: pytest.MonkeyPatch, ill: bool) -> Asked:
+    # Rows of odd places are summed in another order, as in another tile; the other run has the same requests in another order.
+    native = nn.Linear.__call__
+
+    def tiled(self: nn.Linear, x: mx.array) -> mx.array:
+        half = x.shape[-1] // 2
+        other = x[..., half:] @ self.weight[:, half:].T + x[..., :half] @ self.weight[:, :half].T
+        places = mx.arange(x.size // x.shape[-1]).reshape(*x.shape[:-1], 1)
+        return mx.where(places % 2 == 1, other, native(self, x))
+
+    if ill:
+        monkeypatch.setattr(nn.Linear, "__call__", tiled)
+    model = directory(folder / "llama", LLAMA)
+    requests = ['[[request]]\nid = "one"\ntokens = [1, 2]\n', '[[request]]\nid = "two"\ntokens = [3, 4]\n']
+    for name, order in (("a", requests), ("b", requests[::-1])):
+        text = f'model = "{model}"\nschedule = "static"\nmax_tokens = 2\n' + "".join(order)
+        (folder / f"{name}.toml").write_text(text)
+    return Asked(files=(folder / "a.toml", folder / "b.toml"))
+
+
+def recording_that_changes_logits(folder: Path, monkeypatch: pytest.MonkeyPatch, ill: bool) -> Asked:
+    native = Session._injected
+
+    def changed(self: Session, key: str, port: str, value: Any) -> Any:
+        value = native(self, key, port, value)
+        return value * 1.5 if key == "logits" and self.recording is not None else value
+
+    if ill:
+        monkeypatch.setattr(Session, "_injected", changed)
+    return Asked(directory(folder / "llama", LLAMA), f"{TOKENS} max_tokens=2")
+
+
 KINDS = (
     Kind("A5 race in a batch", race_in_a_batch, ("nondeterminism", "repeat"), ("identical", "identical"),
          ("Side b, run again",), ("not about the batch",)),
@@ -221,6 +258,11 @@ KINDS = (
          ("layers.0.mixer",)),
     Kind("D21 ring in another order", ring_in_another_order, ("numerics", "path"), ("identical", "identical"),
          ("the order in which memory has the keys moves", "layers.0.self_attn.attention"), ("19 rows",)),
+    Kind("D21 another place in the batch", other_place_in_the_batch, ("numerics", "path"), ("identical", "identical"),
+         ("the row's place in the call, 0 in a and 1 in b, moves its bits",)),
+    Kind("D22 recording that changes logits", recording_that_changes_logits, ("undetermined", "observed"),
+         ("identical", "identical"), ("recording changed the logits of runs a and b", "every digest and every token was equal"),
+         ("not everything could be compared",)),
     Kind("D25 rare race", rare_race, ("nondeterminism", "repeat"), ("identical", "identical"), ("run again 5 times",)),
 )  # fmt: skip
 """Of reports A, B and D; others have tests of their own, which docs/testing.md lists."""

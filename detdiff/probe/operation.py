@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Final, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +32,9 @@ class Arrays(Protocol):
     def make(self, x: Float32, dtype: str) -> Any:
         """A new array of ``dtype`` from float32 values that have it."""
 
+    def laid(self, x: Any, lies: InputLayout) -> Any:
+        """The same values of (..., rows, k), in memory as ``lies`` says."""
+
     def finish(self, y: Any) -> None:
         """Returns when ``y`` is computed."""
 
@@ -49,6 +52,13 @@ class NumpyArrays:
                 "float32 or float16."
             )
         return narrow(x, dtype).copy()
+
+    def laid(self, x: Any, lies: InputLayout) -> Any:
+        if lies.transposed:
+            return np.ascontiguousarray(x.swapaxes(-1, -2)).swapaxes(-1, -2)
+        wide = np.zeros((*x.shape[:-1], lies.pitch or x.shape[-1]), x.dtype)
+        wide[..., : x.shape[-1]] = x
+        return wide[..., : x.shape[-1]]
 
     def finish(self, y: Any) -> None:
         return None
@@ -118,13 +128,43 @@ class Weights:
         return x
 
 
+@dataclass(frozen=True)
+class InputLayout:
+    """How a model's own call had its rows in memory: ``transposed``, each item's rows side by side instead of each row's items;
+    ``pitch`` items from one row to the next, as where rows are a part of wider ones (None: the next row follows)."""
+
+    transposed: bool = False
+    pitch: int | None = None
+
+    @classmethod
+    def of(cls, shape: Sequence[int], strides: Sequence[int]) -> InputLayout:
+        """From a call's shape (..., rows, k) and its strides in items."""
+        if len(shape) < 2 or min(shape[-2:]) < 2:
+            return cls()
+        if strides[-1] > strides[-2]:
+            return cls(transposed=True)
+        return cls(pitch=strides[-2] if strides[-1] == 1 and strides[-2] > shape[-1] else None)
+
+    def __str__(self) -> str:
+        if self.transposed:
+            return "transposed: each item's rows lie side by side"
+        return (
+            f"parts of wider rows: {self.pitch} items from one to the next"
+            if self.pitch
+            else "one after the other"
+        )
+
+
+ONE_AFTER_THE_OTHER: Final = InputLayout()
+
+
 @dataclass(frozen=True, eq=False)
 class ProbedOperation:
     """``call`` takes an array of ``dtype`` and returns one whose leading sizes are the rows.
 
     ``layout`` says how M rows of ``k`` lie: "rows" (M, k), "packed" (1, M, k) or "batch" (M, 1, k). ``weights`` are
     those of a linear operation; ``reference`` takes float64 (rows, k) where there are none; ``routes`` takes the
-    number of rows.
+    number of rows; ``lies`` is how rows lie in memory, where the model's own call was seen.
     """
 
     k: int
@@ -135,6 +175,7 @@ class ProbedOperation:
     weights: Weights | None = None
     reference: Callable[[Float64], ExactOutputs] | None = None
     routes: Callable[[int], tuple[Route, ...]] | None = None
+    lies: InputLayout = ONE_AFTER_THE_OTHER
 
     def exact(self, x: Float64) -> ExactOutputs | None:
         """The outputs for ``x`` (rows, k), or None where they are not known."""
@@ -145,7 +186,8 @@ class ProbedOperation:
     def given(self, x: Float32) -> Any:
         """Rows (M, k), values of ``dtype``, as the operation takes them; a new array each time."""
         shape = {"packed": (1, *x.shape), "batch": (len(x), 1, x.shape[1])}.get(self.layout, x.shape)
-        return self.arrays.make(np.ascontiguousarray(x).reshape(shape), self.dtype)
+        made = self.arrays.make(np.ascontiguousarray(x).reshape(shape), self.dtype)
+        return made if self.lies == ONE_AFTER_THE_OTHER else self.arrays.laid(made, self.lies)
 
     def run(self, given: Any) -> Any:
         """The result, computed."""

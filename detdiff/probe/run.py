@@ -18,7 +18,7 @@ from detdiff.engines.base import blas_in_use, machine
 from detdiff.errors import ProbeRowsInvalid, ProbeTargetInvalid
 
 from .measures import CallTime, Error, RowChange, change, crossing, error, measure
-from .operation import FORM, LinearSizes, ProbedOperation, ProbeTarget, Route
+from .operation import FORM, ONE_AFTER_THE_OTHER, LinearSizes, ProbedOperation, ProbeTarget, Route
 from .sweep import (
     RUNS,
     ChangedRows,
@@ -66,6 +66,8 @@ class Probe:
     paths: Mapping[int, tuple[Route, ...]]
     notes: tuple[str, ...] = ()
     environment: Mapping[str, Any] = field(default_factory=dict)
+    lies: str = ""
+    """How rows lie in memory where the model's own call has them otherwise than one after the other."""
 
     def __bool__(self) -> NoReturn:
         raise TypeError("a Probe has no truth value; ask .invariant")
@@ -95,6 +97,7 @@ class Probe:
             "target": self.target,
             "on": self.on,
             "layout": self.layout,
+            **({"lies": self.lies} if self.lies else {}),
             "k": self.k,
             "n": self.n,
             "dtype": self.dtype,
@@ -245,6 +248,7 @@ def _probe(
         times=times,
         paths=paths,
         environment=_environment(),
+        lies="" if operation.lies == ONE_AFTER_THE_OTHER else str(operation.lies),
     )
     return _noted(found)
 
@@ -282,6 +286,8 @@ def _notes(found: Probe) -> Iterator[str]:
             "A row's bits depend on what is in other rows, so row 0 may differ between two M because of its neighbours, "
             "not because of M."
         )
+    if found.lies:
+        yield f"Rows lie in memory as the model's own call has them, {found.lies}; rows that follow each other may take other kernels."
     families = {route.path.partition("/")[0] for routes in found.paths.values() for route in routes}
     if "reference" in families and found.times is not None:
         yield (

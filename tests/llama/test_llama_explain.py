@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from command_line import run
 from models import KINDS, need_llama, tiny_gguf
 from tiers import some_now
 
@@ -312,3 +314,26 @@ def _all(held: Any) -> list[Any]:
         for head in range(side.data.shape[1])
         for position in side.positions
     ]
+
+
+def test_where_a_shared_cache_has_the_keys_is_rounding_by_their_order(tmp_path: Path) -> None:
+    """D21: the same requests in another order, the same rows in every forward; with caches of their own nothing differs."""
+    need_llama()
+    file = tiny_gguf(tmp_path / "tiny.gguf", "F32", seed=1)
+    prompts = {"one": [1, 2, 3, 4, 5, 6, 7], "two": [8, 9, 10, 11, 12]}
+    requests = [f'[[request]]\nid = "{name}"\ntokens = {tokens}\n' for name, tokens in prompts.items()]
+    for shared, expected in (("true", ("numerics", "path")), ("false", ("identical", "identical"))):
+        head = (
+            f'model = "{file}"\nschedule = "static"\nmax_tokens = 4\n'
+            f'[engine]\nname = "llama.cpp"\nflash_attention = "off"\nunified = {shared}\n'
+        )
+        paths = [tmp_path / f"{name}-{shared}.toml" for name in "ab"]
+        for path, order in zip(paths, (requests, requests[::-1]), strict=True):
+            path.write_text(head + "".join(order))
+        answer = json.loads(run("explain", *paths, "--json").stdout)
+        verdict = explain(*paths)
+        assert (answer["verdict"], answer["rule"]) == (verdict.kind, verdict.rule) == expected
+        assert answer["said"] == verdict.sentence
+        assert ("the order in which the shared cache has the keys moves the bits" in verdict.sentence) is (
+            shared == "true"
+        )

@@ -179,6 +179,15 @@ class LlamaEngine:
         return self._twin[0]
 
     @property
+    def keys_apart(self) -> str | None:
+        """How the keys of requests are laid apart, where they share a cache."""
+        return (
+            "each sequence in a stream of the cache of its own, and batches as they are"
+            if self._unified
+            else None
+        )
+
+    @property
     def _unified(self) -> bool:
         return bool(self.settings.get("unified", False))
 
@@ -282,7 +291,8 @@ class LlamaEngine:
         if overrides.dtype is not None:
             plain = replace(options, overrides=replace(overrides, dtype=None))
             return self._in(overrides.dtype).run(scenario, begin, plain)
-        with self.prepared(scenario, options.faults, pinned=overrides.pin_kernels) as run:
+        apart = overrides.pin_kernels or overrides.keys_apart
+        with self.prepared(scenario, options.faults, pinned=apart) as run:
             runs = [run] if run.draft is None else [run, run.draft]
             lacks = {base.KERNEL_PATHS: _LACKS[base.KERNEL_PATHS]}
             if any(len(each.graph.caches) < each.context.model.layers for each in runs):

@@ -226,7 +226,8 @@ def run_whole(run: PaddedRun, work: list[Work]) -> None:
 
 def _run_whole_batch(run: PaddedRun, batch: list[Work]) -> None:
     longest = max(len(item.given) for item in batch)
-    tokens = mx.array([list(item.given) + [0] * (longest - len(item.given)) for item in batch])
+    module: Any = sys.modules[BatchGenerator.__module__]
+    tokens = module._right_pad_prompts([list(item.given) for item in batch], max_length=longest)
     cache = make_prompt_cache(run.model)
     for state in _states(cache):
         # Or it would run on through the padding.

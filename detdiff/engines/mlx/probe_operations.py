@@ -12,14 +12,25 @@ import numpy as np
 from mlx.nn.layers.base import Module
 from mlx.nn.layers.linear import Linear
 from mlx.nn.layers.quantized import QuantizedLinear
+from mlx_lm.models.cache import make_prompt_cache
 
 from detdiff.compare.metrics import Values
+from detdiff.engines.mlx.taps.forward import memory
 from detdiff.engines.mlx.taps.kernel_plan import NATIVE, CallSite
 from detdiff.engines.mlx.taps.operations import Operations
 from detdiff.engines.mlx.taps.session import Session
-from detdiff.engines.mlx.taps.sites import walk
+from detdiff.engines.mlx.taps.sites import tapped, walk
 from detdiff.errors import KernelPlanError, ProbeBackendUnusable, ProbeSiteUnknown, ScenarioRangeError
-from detdiff.probe.operation import Float64, LinearSizes, NumpyArrays, ProbedOperation, Route, Weights
+from detdiff.probe.operation import (
+    ONE_AFTER_THE_OTHER,
+    Float64,
+    InputLayout,
+    LinearSizes,
+    NumpyArrays,
+    ProbedOperation,
+    Route,
+    Weights,
+)
 from detdiff.scenario import KernelPlan, PathRule
 from detdiff.trace import Site
 from detdiff_kernels import kernel_names, profile_names
@@ -41,6 +52,16 @@ class MlxArrays:
         made = mx.array(x).astype(getattr(mx, dtype))
         mx.eval(made)
         return made
+
+    def laid(self, x: Any, lies: InputLayout) -> Any:
+        if lies.transposed:
+            turned = mx.contiguous(x.swapaxes(-1, -2))
+            mx.eval(turned)
+            return turned.swapaxes(-1, -2)
+        width = x.shape[-1]
+        wide = mx.concatenate([x, mx.zeros((*x.shape[:-1], (lies.pitch or width) - width), x.dtype)], axis=-1)
+        mx.eval(wide)
+        return wide[..., :width]
 
     def finish(self, y: Any) -> None:
         mx.eval(y)
@@ -139,9 +160,16 @@ def _wide(array: mx.array) -> Float64:
 
 
 def module_operation(
-    module: Module, on: str, layout: str, dtype: str, *, op: Op = "linear", method: str = "__call__"
+    module: Module,
+    on: str,
+    layout: str,
+    dtype: str,
+    *,
+    op: Op = "linear",
+    method: str = "__call__",
+    lies: InputLayout = ONE_AFTER_THE_OTHER,
 ) -> ProbedOperation:
-    """A linear module as an operation; ``method`` is what is called of it."""
+    """A linear module as an operation; ``method`` is what is called of it, and rows lie in memory as ``lies`` says."""
     operations = operations_on(on, op)
     place = CallSite(PLACE, op, "decode")
     native: Callable[[mx.array], mx.array] = getattr(module, method)
@@ -168,7 +196,9 @@ def module_operation(
     except KernelPlanError as error:
         # What the kernel itself said; around it, a plan speaks of a scenario's rule, and nobody wrote one.
         raise ProbeBackendUnusable(f"{on} cannot run this operation: {error.__context__ or error}") from error
-    return ProbedOperation(k, dtype, MlxArrays(), call, layout, weights=weights_of(module), routes=routes)
+    return ProbedOperation(
+        k, dtype, MlxArrays(), call, layout, weights=weights_of(module), routes=routes, lies=lies
+    )
 
 
 AS_LINEAR = ".as_linear"
@@ -176,7 +206,10 @@ AS_LINEAR = ".as_linear"
 
 @dataclass(frozen=True, eq=False)
 class ModelSite:
-    """A linear, head or norm site of a model, with the model's own weights; only the rows are drawn by the seed."""
+    """A linear, head or norm site of a model, with the model's own weights; only the rows are drawn by the seed.
+
+    ``called`` is how its rows lie in memory, and their dtype, in the model's own call.
+    """
 
     model: str
     site: str
@@ -184,6 +217,7 @@ class ModelSite:
     module: Module
     on: str = "native"
     layout: str = "packed"
+    called: tuple[InputLayout, str | None] = (ONE_AFTER_THE_OTHER, None)
 
     @property
     def name(self) -> str:
@@ -200,7 +234,9 @@ class ModelSite:
 
     @property
     def dtype(self) -> str:
-        """Of the activations: that of a dense weight, or of the scales."""
+        """Of the activations: that of the model's own call, else of a dense weight, or of the scales."""
+        if self.called[1] is not None:
+            return self.called[1]
         kept = self.module["scales"] if "scales" in self.module else self.module["weight"]
         name = str(kept.dtype).rpartition(".")[2]
         return name if name in ("float32", "float16", "bfloat16") else "bfloat16"
@@ -211,7 +247,9 @@ class ModelSite:
             return self._norm()
         op: Op = "head" if self.kind == "head" else "linear"
         method = "as_linear" if self.site.endswith(AS_LINEAR) else "__call__"
-        return module_operation(self.module, self.on, self.layout, self.dtype, op=op, method=method)
+        return module_operation(
+            self.module, self.on, self.layout, self.dtype, op=op, method=method, lies=self.called[0]
+        )
 
     def _norm(self) -> ProbedOperation:
         if self.on != "native":
@@ -238,11 +276,53 @@ def sites_of(loaded: LoadedModel, on: str = "native", layout: str = "packed") ->
     modules = {name: module for name, module, _ in walk(loaded.model)}
     found = Session(loaded.model).sites
     name = str(loaded.identity.get("name", "model"))
+    called = _inputs(loaded.model)
     for key, place in found.index.items():
         site = found.sites[place]
         module = modules.get(key.partition("#")[0].removesuffix(AS_LINEAR))
         if site.kind in ("linear", "head", "norm") and module is not None and "weight" in module:
-            yield ModelSite(name, site.name, site.kind, module, on, layout)
+            own = called.get(key.partition("#")[0], (ONE_AFTER_THE_OTHER, None))
+            yield ModelSite(name, site.name, site.kind, module, on, layout, own)
+
+
+class _Inputs:
+    """Taps that only see how the inputs of modules lie in memory."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, tuple[InputLayout, str | None]] = {}
+
+    def leaf(
+        self, name: str, kind: str, native: Callable[..., Any], module: Module, args: Any, kw: Any
+    ) -> Any:
+        if kind in ("linear", "as_linear") and isinstance(args[0], mx.array):
+            where = memory(args[0])
+            strides = [stride // where.itemsize for stride in where.strides]
+            dtype = str(args[0].dtype).rpartition(".")[2]
+            known = dtype if dtype in ("float32", "float16", "bfloat16") else None
+            self.found.setdefault(name, (InputLayout.of(where.shape, strides), known))
+        return native(*args, **kw)
+
+    def composite(self, name: str, native: Callable[..., Any], args: Any, kw: Any) -> Any:
+        return native(*args, **kw)
+
+    def top(self, native: Callable[..., Any], args: Any, kw: Any) -> Any:
+        return native(*args, **kw)
+
+    attention = top
+
+    def cache(self, native: Callable[..., Any], cache: Any, args: Any) -> Any:
+        return native(*args)
+
+    def gather_sort(self, native: Callable[..., Any], args: Any) -> Any:
+        return native(*args)
+
+
+def _inputs(model: Module) -> dict[str, tuple[InputLayout, str | None]]:
+    """How the inputs of linear modules lie in memory, and their dtype, in a forward of a few tokens; by name."""
+    seen = _Inputs()
+    with tapped(model, seen):
+        model(mx.zeros((1, 5), mx.int32), cache=make_prompt_cache(model))
+    return seen.found
 
 
 def find_site(loaded: LoadedModel, site: str, on: str = "native", layout: str = "packed") -> ModelSite:
@@ -258,19 +338,19 @@ def find_site(loaded: LoadedModel, site: str, on: str = "native", layout: str = 
 
 
 def shapes_of(loaded: LoadedModel, on: str = "native", layout: str = "packed") -> list[ShapeSites]:
-    """The distinct shapes (K, N, dtype, bits, group size, head or not) in the order of their first sites.
+    """The distinct shapes (K, N, dtype, bits, group size, head or not, layout in memory) in the order of their first sites.
 
     Raises ProbeSiteUnknown for a model without a linear site.
     """
-    groups: dict[tuple[LinearSizes, str], list[ModelSite]] = {}
+    groups: dict[tuple[LinearSizes, str, InputLayout], list[ModelSite]] = {}
     for site in sites_of(loaded, on, layout):
         if site.kind != "norm":
-            groups.setdefault((site.shape, site.kind), []).append(site)
+            groups.setdefault((site.shape, site.kind, site.called[0]), []).append(site)
     if not groups:
         raise ProbeSiteUnknown(
             f"The model {loaded.identity.get('name', 'model')!r} has no linear site. Probe a function of your own instead."
         )
     return [
         ShapeSites(shape, "head" if kind == "head" else "linear", sites[0], tuple(one.site for one in sites))
-        for (shape, kind), sites in groups.items()
+        for (shape, kind, _), sites in groups.items()
     ]

@@ -6,7 +6,7 @@ Importing this imports no torch: the model that is given has done so.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from importlib import import_module
@@ -22,7 +22,14 @@ from detdiff.explain.attention_bounds import AttentionOperation, AttentionRoundi
 from detdiff.explain.bounds import Embedding, Linear
 from detdiff.explain.oracle import Operation
 from detdiff.explain.origins import Captured
-from detdiff.probe.operation import Float64, NumpyArrays, ProbedOperation, Weights
+from detdiff.probe.operation import (
+    ONE_AFTER_THE_OTHER,
+    Float64,
+    InputLayout,
+    NumpyArrays,
+    ProbedOperation,
+    Weights,
+)
 from detdiff.trace import Site
 from detdiff_kernels.rounding import DTYPES, Float32
 from detdiff_kernels.weights import Dense
@@ -48,6 +55,13 @@ class TorchArrays:
     def make(self, x: Float32, dtype: str) -> Any:
         return self._torch.from_numpy(x.copy()).to(getattr(self._torch, dtype))
 
+    def laid(self, x: Any, lies: InputLayout) -> Any:
+        if lies.transposed:
+            return x.transpose(-1, -2).contiguous().transpose(-1, -2)
+        wide = self._torch.zeros((*x.shape[:-1], lies.pitch or x.shape[-1]), dtype=x.dtype)
+        wide[..., : x.shape[-1]] = x
+        return wide[..., : x.shape[-1]]
+
     def finish(self, y: Any) -> None:
         if getattr(y, "is_cuda", False):
             self._torch.cuda.synchronize()
@@ -67,11 +81,12 @@ class TorchArrays:
 @dataclass(frozen=True, eq=False)
 class TorchLinear:
     """``torch.nn.Linear`` modules of one shape. ``module``, that of the first of ``sites``, stands for all; only the rows are
-    drawn by the seed."""
+    drawn by the seed. ``lies`` is how they lie in memory in the model's own call."""
 
     model: str
     module: Any
     sites: tuple[str, ...]
+    lies: InputLayout = ONE_AFTER_THE_OTHER
     on: str = "torch"
 
     @property
@@ -110,11 +125,42 @@ class TorchLinear:
             None if bias is None else _wide(bias),
         )
         return ProbedOperation(
-            int(weight.shape[1]), self.dtype, TorchArrays(), self._call, LAYOUT, weights=rows
+            int(weight.shape[1]),
+            self.dtype,
+            TorchArrays(),
+            self._call,
+            # A transposed input has several rows in a sequence; one a sequence lies the same either way.
+            LAYOUT if self.lies == ONE_AFTER_THE_OTHER else "packed",
+            weights=rows,
+            lies=self.lies,
         )
 
     def _call(self, x: Any) -> Any:
         return self.module(x).detach()
+
+
+def _inputs(model: Any) -> dict[str, InputLayout]:
+    """How the inputs of linear modules lie in memory, in a forward of a few tokens; empty for a model that takes other things."""
+    found: dict[str, InputLayout] = {}
+    torch = import_module("torch")
+
+    def seen(site: str) -> Callable[[Any, tuple[Any, ...]], None]:
+        def hook(module: Any, args: tuple[Any, ...]) -> None:
+            found.setdefault(site, InputLayout.of(tuple(args[0].shape), tuple(args[0].stride())))
+
+        return hook
+
+    modules = [(site, module) for site, module in model.named_modules() if is_linear(module)]
+    hooks = [module.register_forward_pre_hook(seen(site)) for site, module in modules]
+    try:
+        with torch.no_grad():
+            model(torch.zeros((1, 5), dtype=torch.long))
+    except (TypeError, ValueError, RuntimeError):
+        return {}
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
 
 
 def torch_shapes(
@@ -125,9 +171,10 @@ def torch_shapes(
     Only those of ``sites``, where any of these is linear, and these stand for their shapes. Raises ProbeSiteUnknown for a model without a linear site.
     """
     groups: dict[tuple[Any, ...], list[tuple[str, Any]]] = {}
+    called = _inputs(model)
     for site, module in model.named_modules():
         if is_linear(module):
-            key = (*module.weight.shape, str(module.weight.dtype), module.bias is None)
+            key = (*module.weight.shape, str(module.weight.dtype), module.bias is None, called.get(site))
             groups.setdefault(key, []).append((site, module))
     if not groups:
         raise ProbeSiteUnknown(
@@ -137,7 +184,12 @@ def torch_shapes(
     for group in groups.values():
         # A site that is asked for stands for its shape.
         group.sort(key=lambda member: member[0] not in wanted)
-    found = [TorchLinear(name, group[0][1], tuple(site for site, _ in group)) for group in groups.values()]
+    found = [
+        TorchLinear(
+            name, group[0][1], tuple(site for site, _ in group), called.get(group[0][0], ONE_AFTER_THE_OTHER)
+        )
+        for group in groups.values()
+    ]
     yield from [each for each in found if each.sites[0] in wanted] or found
 
 
@@ -145,7 +197,7 @@ def torch_site(model: Any, site: str, name: str = "model") -> TorchLinear:
     """The linear site of that name; raises ProbeSiteUnknown."""
     found = {place: module for place, module in model.named_modules() if is_linear(module)}
     if site in found:
-        return TorchLinear(name, found[site], (site,))
+        return TorchLinear(name, found[site], (site,), _inputs(model).get(site, ONE_AFTER_THE_OTHER))
     near = get_close_matches(site, found, n=3, cutoff=0.4) or list(found)[:3]
     raise ProbeSiteUnknown(
         f"The model {name!r} has no linear site {site!r} in torch; the nearest of {len(found)} are {', '.join(near) or 'none'}."

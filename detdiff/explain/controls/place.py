@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from detdiff.engines.base import ORACLE, VALUES
+from detdiff.compare import compare
+from detdiff.engines.base import ORACLE, VALUES, Overrides
 from detdiff.errors import OracleRefused
 from detdiff.scenario import Scenario
 from detdiff.trace import Site, Trace
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 Shape = tuple[int, int]
 LINEAR: Final = ("linear", "head")
+ATTENTION: Final = ("attention", "attention_scores", "softmax", "attention_values")
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,14 +66,15 @@ def _worth_trying(facts: Facts) -> bool:
     origin = facts.origin
     if origin is None or facts.result("pin_kernels") != "removed" or facts.result("oracle") != "inside":
         return False
-    return origin.kind == "attention" or (origin.kind in LINEAR and not (origin.rule_a or origin.rule_b))
+    return origin.kind in ATTENTION or (origin.kind in LINEAR and not (origin.rule_a or origin.rule_b))
 
 
 @control("place", after="pin_kernels", needs=(ORACLE, VALUES), asked_by=_worth_trying)
 def place(case: Case) -> Outcome:
     """Result ``order``, ``place`` or ``rows``, what moves the bits, in this order of rank; ``none`` where nothing of them does.
 
-    Uses what ``oracle`` captured, and re-runs nothing. Raises CannotRun without it.
+    Uses what ``oracle`` captured, and re-runs nothing; an engine whose requests share a cache runs each side once more with their
+    keys apart. Raises CannotRun where the oracle captured nothing, or the engine can do neither.
     """
     if "captured" not in case.known:
         raise CannotRun("the oracle captured nothing that could be called again")
@@ -79,6 +82,8 @@ def place(case: Case) -> Outcome:
     origin: OriginRow = origin_rows[0]
     engine: Any = case.one_engine()
     try:
+        if getattr(engine, "keys_apart", None) and origin.site.kind in ATTENTION:
+            return _apart(case, engine, origin)
         if origin.site.kind == "attention" and hasattr(engine, "order_moves"):
             figures = PlaceFigures(origin.site.name, **engine.order_moves(*sides, origin))
         elif origin.site.kind in LINEAR and hasattr(engine, "again"):
@@ -89,6 +94,19 @@ def place(case: Case) -> Outcome:
         raise CannotRun(str(error)) from None
     result = next((name for name in ("order", "place", "rows") if getattr(figures, name)), "none")
     return Outcome(result, _sentence(figures, result), figures)
+
+
+def _apart(case: Case, engine: Any, origin: OriginRow) -> Outcome:
+    """Both sides again with each request's keys in an order of their own, and nothing else changed."""
+    again = [case.record(case.scenario(side), side, overrides=Overrides(keys_apart=True)) for side in "ab"]
+    moves = not any(request.differing for request in compare(*again).requests)
+    how = f"with {engine.keys_apart}"
+    sentence = (
+        f"{how}, nothing differs: the order in which the shared cache has the keys moves the bits of {origin.site.name}"
+        if moves
+        else f"{how}, the two sides still differ"
+    )
+    return Outcome("order" if moves else "none", sentence, PlaceFigures(origin.site.name, order=moves))
 
 
 def _sentence(figures: PlaceFigures, result: str) -> str:
