@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from detdiff.errors import NothingComparable
-from detdiff.trace import PHASES, RowIndex, Site, Trace
+from detdiff.trace import PHASES, Site, Trace
 
 from .divergence import Finding
 from .events import reused
@@ -58,8 +58,9 @@ def pair_rows(a: Trace, b: Trace, requests: tuple[RequestPair, ...], *, may_lack
     """Align by (model, request, position). Raises NothingComparable where no row is left, unless runs ``may_lack`` rows."""
     limits = _LastPositions.of(requests)
     drafts = same_drafts(a, b)
-    side_a = _surviving(a.row_index(), [pair.a for pair in requests], limits, drafts)
-    side_b = _surviving(b.row_index(), [pair.b for pair in requests], limits, drafts)
+    side_a = _surviving(a, [pair.a for pair in requests], limits, drafts)
+    side_b = _surviving(b, [pair.b for pair in requests], limits, drafts)
+    side_a, side_b = side_a.without_kept_twice(side_b), side_b.without_kept_twice(side_a)
     # Keys ascend on both sides, so looking one up in the other is cheaper than sorting both together.
     found = np.searchsorted(side_b.key, side_a.key)
     common = np.append(side_b.key, -1)[found] == side_a.key
@@ -106,12 +107,22 @@ def pair_rows(a: Trace, b: Trace, requests: tuple[RequestPair, ...], *, may_lack
 
 @dataclass(frozen=True, eq=False)
 class _SideRows:
-    """One trace's surviving rows up to each flip: ``key`` = stream << 32 | position, ascending."""
+    """One trace's surviving rows up to each flip: ``key`` = stream << 32 | position, ascending.
+
+    ``kept`` bool [n] are rows of an earlier turn, at the positions where a later one went on over them.
+    """
 
     key: Int64
     row: Int64
+    kept: NDArray[np.bool_]
     superseded: int
     after: int
+
+    def without_kept_twice(self, other: _SideRows) -> _SideRows:
+        """Without the rows that a turn kept and the other run has no row of its own for: those of the turn before are compared."""
+        own = np.isin(self.key, other.key[~other.kept])
+        stay = ~self.kept | own
+        return _SideRows(self.key[stay], self.row[stay], self.kept[stay], self.superseded, self.after)
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,7 +152,29 @@ def same_drafts(a: Trace, b: Trace) -> bool:
     )
 
 
-def _surviving(rows: RowIndex, numbers: list[int], limits: _LastPositions, drafts: bool) -> _SideRows:
+def _kept(trace: Trace, numbers: list[int]) -> tuple[Int64, Int64]:
+    """(keys, rows) of the rows that later turns kept of earlier ones, under the later turn; the target's alone."""
+    rows = trace.row_index()
+    tables: dict[int, dict[int, int]] = {}
+    keys: list[int] = []
+    found: list[int] = []
+    for event in trace.events():
+        if event["event"] != "turn" or not event["kept"]:
+            continue
+        number, before = event["request"], event["from"]
+        mine = np.flatnonzero((rows.request == before) & (rows.phase != PHASES.index("draft")))
+        # The last write of each position.
+        table = tables.get(before, {}) | dict(zip(rows.position[mine].tolist(), mine.tolist(), strict=True))
+        tables[number] = {at: row for at, row in table.items() if at < event["kept"]}
+        if number in numbers:
+            stream = numbers.index(number)
+            keys += [stream << 32 | at for at in tables[number]]
+            found += tables[number].values()
+    return np.array(keys, dtype=np.int64), np.array(found, dtype=np.int64)
+
+
+def _surviving(trace: Trace, numbers: list[int], limits: _LastPositions, drafts: bool) -> _SideRows:
+    rows = trace.row_index()
     place = np.full(max(int(rows.request.max(initial=0)), *numbers) + 1, -1, dtype=np.int64)
     place[numbers] = np.arange(len(numbers))
     of_row = place[rows.request]
@@ -158,7 +191,20 @@ def _surviving(rows: RowIndex, numbers: list[int], limits: _LastPositions, draft
     after = position > limits.all[request]
     inside = ~(rejected | after)
     superseded = len(mine) - len(unique) + int(np.count_nonzero(rejected))
-    return _SideRows(unique[inside], row[inside], superseded, int(np.count_nonzero(after)))
+    found = _SideRows(
+        unique[inside],
+        row[inside],
+        np.zeros(len(row[inside]), bool),
+        superseded,
+        int(np.count_nonzero(after)),
+    )
+    keys, kept = _kept(trace, numbers)
+    new = ~np.isin(keys, found.key)
+    if not new.any():
+        return found
+    key, row = np.concatenate([found.key, keys[new]]), np.concatenate([found.row, kept[new]])
+    order = np.argsort(key, kind="stable")
+    return _SideRows(key[order], row[order], order >= len(found.key), found.superseded, found.after)
 
 
 def _reused(only: Int64, common: Int64, requests: tuple[RequestPair, ...]) -> tuple[Int64, Int64]:

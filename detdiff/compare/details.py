@@ -70,8 +70,8 @@ class Details:
         call_a = self._runs.log_a.call(forward_a, site.index_a, (request.a, position))
         call_b = self._runs.log_b.call(forward_b, site.index_b, (request.b, position))
         composition_a, composition_b = self.compositions(found.row)
-        rows_a, second_last_a = self._saw(call_a, composition_a, found.row)
-        rows_b, second_last_b = self._saw(call_b, composition_b, found.row)
+        rows_a, second_last_a = _saw(call_a, composition_a, self._runs.a, int(self._pairs.a[found.row]))
+        rows_b, second_last_b = _saw(call_b, composition_b, self._runs.b, int(self._pairs.b[found.row]))
         return Origin(
             site=site.site.name,
             kind=site.site.kind,
@@ -96,14 +96,6 @@ class Details:
             changes=self._changes(found, site.site.layer) if site.site.kind == "cache_read" else (),
             magnitude=magnitude,
         )
-
-    def _saw(self, call: KernelCall, composition: Composition, row: int) -> tuple[int | None, int | None]:
-        """Rows and second-to-last dimension of a call; one made per request saw that request's rows alone."""
-        if call.rows is not None or call.path is None:
-            return call.rows, call.second_last
-        request = self._requests[int(self._pairs.request[row])].id
-        own = sum(member.rows for member in composition.members if member.request == request)
-        return own, own
 
     def cache_entry(self, row: int, place: int, rewritten: tuple[str, int] | None = None) -> CacheEntry:
         """The first entry of a cache or state site that differs in a row pair; of entries that a run has ``rewritten``, by
@@ -253,3 +245,13 @@ def _value(trace: Trace, row: int, port: int) -> Values | None:
     if data is None:
         return None
     return Values(data, shard.tensors[f"value/{table}/{column}"].dtype)
+
+
+def _saw(call: KernelCall, composition: Composition, trace: Trace, row: int) -> tuple[int | None, int | None]:
+    """Rows and second-to-last dimension of a row's call; one made per request saw that request's rows alone."""
+    if call.rows is not None or call.path is None:
+        return call.rows, call.second_last
+    # A row that a later turn kept is one of the turn before.
+    request = trace.requests[int(trace.row_index().request[row])]["id"]
+    own = sum(member.rows for member in composition.members if member.request == request)
+    return own, own

@@ -94,6 +94,11 @@ class RunLog:
         return self._plan[forwards]
 
     @cached_property
+    def _before(self) -> dict[int, int]:
+        """The turn before each later turn, by number."""
+        return {e["request"]: e["from"] for e in self._trace.events() if e["event"] == "turn"}
+
+    @cached_property
     def _skimmed(self) -> tuple[NDArray[np.int64], list[int]]:
         """Plan number of every forward, int64 [forwards], and the forwards with events.
 
@@ -133,7 +138,16 @@ class RunLog:
     def call(self, forward: int, site: int, row: Row) -> KernelCall:
         """The call that computed a site (by its index in this trace) in a row; all None if not recorded."""
         calls = self._calls_of(int(self._plans(np.array([forward]))[0]), forward)
-        return calls.alike(site) or calls.at(site, flat_row(self._forwards[forward], *row))
+        return calls.alike(site) or calls.at(site, self._flat(forward, row))
+
+    def _flat(self, forward: int, row: Row) -> int | None:
+        """Where a row lies in a forward; one that a later turn kept is a row of the turn before."""
+        (request, position), line = row, self._forwards[forward]
+        found = flat_row(line, request, position)
+        while found is None and request in self._before:
+            request = self._before[request]
+            found = flat_row(line, request, position)
+        return found
 
     def call_numbers(self, rows: NDArray[np.int64], site: int) -> NDArray[np.int64]:
         """A number for the call that computed a site in each of some rows, int64 in their order.

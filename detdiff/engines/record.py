@@ -133,6 +133,11 @@ def replay(
     places = {r.id: _positions(r) for r in divergence.requests if not r.identical}
     if not any(places.values()):
         return divergence
+    scenario = Scenario.from_dict(a.scenario, where=f"the scenario of {a.path}")
+    for id, positions in list(places.items()):
+        # Rows that a turn kept are those of the turns before.
+        for turn in scenario.turns_with(id):
+            places[turn] = places.get(turn, set()) | positions
     options = RunOptions(values=places, progress=progress)
     with tempfile.TemporaryDirectory(prefix="detdiff-replay-") as folder:
         again: list[Trace] = []

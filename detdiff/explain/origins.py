@@ -113,6 +113,7 @@ class Captured:
         self._names = {site.name: site for site in trace.sites}
         self._numbers = {str(request["id"]): number for number, request in enumerate(trace.requests)}
         self._writes: dict[tuple[int, int, bool], list[int]] = {}
+        self._before = {e["request"]: (e["from"], e["kept"]) for e in trace.events() if e["event"] == "turn"}
         index = trace.row_index()
         draft = index.phase == 2
         for row, key in enumerate(
@@ -127,8 +128,13 @@ class Captured:
     def row(
         self, request: str, position: int, *, until: int | None = None, draft: bool = False
     ) -> int | None:
-        """The place of the last row of a position, of forwards up to ``until``."""
-        rows = self._writes.get((self._numbers[request], position, draft), [])
+        """The place of the last row of a position, of forwards up to ``until``; of one that a turn kept, that of the turn
+        before."""
+        number, kept = self._numbers[request], position + 1
+        rows = self._writes.get((number, position, draft), [])
+        while not rows and number in self._before and position < kept:
+            number, kept = self._before[number]
+            rows = self._writes.get((number, position, draft), []) if position < kept else []
         forwards = self.trace.row_index().forward
         return next((row for row in reversed(rows) if until is None or forwards[row] <= until), None)
 

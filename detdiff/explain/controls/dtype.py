@@ -129,7 +129,7 @@ def _value(case: Case, side: Side, wanted: str | None, place: _MeasuredPlace) ->
     request, scenario = case.focus, case.scenario(side)
     capture = Capture(
         level="window",
-        requests=(request.id,),
+        requests=tuple(sorted(scenario.turns_with(request.id))),
         positions=(place.position, place.position),
         sites=(place.site,),
         digest=scenario.capture.digest,

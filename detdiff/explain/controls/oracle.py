@@ -147,7 +147,9 @@ def _captured(
     reads = any(each.site.kind == "attention" for each in chosen)
     capture = Capture(
         level="window",
-        requests=tuple(dict.fromkeys(each.request for each in chosen)),
+        requests=tuple(
+            dict.fromkeys(id for each in chosen for id in sorted(scenario.turns_with(each.request)))
+        ),
         positions=(0 if reads else min(positions), max(positions)),
         sites=tuple(sorted({each.site.name for each in chosen} | writes)),
         digest=scenario.capture.digest,
