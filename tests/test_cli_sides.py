@@ -134,6 +134,33 @@ def test_a_module_is_imported_before_and_each_trace_names_it_with_its_hash(folde
     assert Trace.open(folder / "again" / "a").header["environment"]["imports"] != first
 
 
+def test_a_module_of_a_trace_is_imported_again_for_re_runs_and_a_change_of_it_is_told(folder: Path) -> None:
+    arguments = (*flags(PROMPTS[0]), "--both", "max_tokens=2", "--a", "prefill_chunk=4")
+    run(*arguments, "--keep", folder / "plain")
+    run(*arguments, "--import", "my_patch", "--keep", folder / "kept")
+    pair = (folder / "kept" / "a", folder / "kept" / "b")
+
+    def forgotten() -> None:
+        sys.modules.pop("my_patch")
+        IMPORTED.clear()
+
+    forgotten()
+    same = run("explain", *pair, "--control", "repeat", "--json")
+    assert same.exit_code == 0 and sys.modules["my_patch"].LOADED, same.output
+    assert not [each for each in json.loads(same.stdout)["evidence"] if each["fact"] == "imports"]
+    forgotten()
+    (folder / "my_patch.py").write_text(PATCH + "# another\n")
+    other = json.loads(run("explain", *pair, "--control", "repeat", "--json").stdout)
+    assert "the module my_patch (--import) is another than was recorded with" in str(other["evidence"])
+    mixed = run("explain", pair[0], folder / "plain" / "b", "--control", "repeat")
+    assert "recorded with the module 'my_patch' (--import) and another without it" in paragraph(mixed)
+    (folder / "my_patch.py").unlink()
+    forgotten()
+    gone = run("explain", *pair, "--control", "repeat")
+    assert "The module 'my_patch' cannot be imported" in paragraph(gone)
+    sys.modules["my_patch"] = sys.modules[__name__]
+
+
 def test_a_module_that_cannot_be_imported_is_one_paragraph(folder: Path) -> None:
     (folder / "broken.py").write_text("1 / 0\n")
     arguments = (*flags(PROMPTS[0]), "--a", "max_tokens=2")

@@ -16,7 +16,14 @@ from typing import Any
 
 from detdiff.compare import Divergence, RequestDivergence, compare
 from detdiff.engines.base import Engine, RunOptions
-from detdiff.engines.registry import DEFAULT, as_engine, open_engine, same_engine
+from detdiff.engines.registry import (
+    DEFAULT,
+    as_engine,
+    changed_imports,
+    import_again,
+    open_engine,
+    same_engine,
+)
 from detdiff.engines.tasks import check_task
 from detdiff.errors import EngineUnusable, ReplayError
 from detdiff.scenario import Scenario
@@ -139,6 +146,7 @@ def replay(
         for turn in scenario.turns_with(id):
             places[turn] = places.get(turn, set()) | positions
     options = RunOptions(values=places, progress=progress)
+    import_again([trace.header["environment"] for trace in (a, b)])
     with tempfile.TemporaryDirectory(prefix="detdiff-replay-") as folder:
         again: list[Trace] = []
         opened: tuple[Scenario, Engine] | None = None
@@ -153,8 +161,10 @@ def replay(
             f"replayed: both runs again, {found.compared.rows} rows; the digests are those of the traces, and values "
             "were captured around flip, origin and first cache entry"
         )
+        others = changed_imports(a.header["environment"]) or changed_imports(b.header["environment"])
+        told = [f"replayed with another {name} (--import) than was recorded with" for name in others]
         # The answer is about the traces that were asked about, not about the temporary ones.
-        return replace(found, a=divergence.a, b=divergence.b, notes=(*divergence.notes, note))
+        return replace(found, a=divergence.a, b=divergence.b, notes=(*divergence.notes, note, *told))
 
 
 def _positions(request: RequestDivergence) -> set[int]:

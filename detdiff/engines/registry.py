@@ -7,14 +7,14 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
 from detdiff.engines.base import IMPORTED, Engine
-from detdiff.errors import DetdiffError, EngineUnknown, EngineUnusable, ImportRefused, words_of
+from detdiff.errors import DetdiffError, EngineUnknown, EngineUnusable, ImportRefused, ReplayError, words_of
 from detdiff.scenario import Scenario
 
 GROUP: Final = "detdiff.engines"
@@ -138,6 +138,31 @@ def import_before_runs(name: str) -> None:
     for file in files:
         total.update(file.name.encode() + b"\0" + hashlib.sha256(file.read_bytes()).digest())
     IMPORTED[name] = total.hexdigest()
+
+
+def import_again(environments: Sequence[Mapping[str, Any]]) -> None:
+    """Import what runs were recorded with before they are run again, where this process has not; ``environments`` are their traces'.
+
+    What a module changes is changed for the whole process, so that all must name the same ones. Raises ReplayError where they do not,
+    and ImportRefused.
+    """
+    each = [environment.get("imports", {}) for environment in environments]
+    names = [frozenset(found) for found in each]
+    if len(set(names)) > 1:
+        one = min(frozenset.union(*names) - frozenset.intersection(*names))
+        raise ReplayError(
+            f"One run was recorded with the module {one!r} (--import) and another without it, and a module changes all runs of a process; "
+            "expected the same modules for runs that are run again. Compare the two without re-runs, or record both with it."
+        )
+    for name in sorted(names[0] if names else ()):
+        if name not in IMPORTED:
+            import_before_runs(name)
+
+
+def changed_imports(environment: Mapping[str, Any]) -> list[str]:
+    """The modules that a run was recorded with and that are others today, in the order of their names."""
+    recorded = environment.get("imports", {})
+    return sorted(name for name, hash in recorded.items() if IMPORTED.get(name, hash) != hash)
 
 
 @contextmanager

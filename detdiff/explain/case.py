@@ -13,7 +13,7 @@ from typing import Any, Final
 from detdiff.compare import Divergence, RequestDivergence, compare
 from detdiff.engines.base import ADDRESS, RESET, Engine, Overrides, RunOptions
 from detdiff.engines.record import record
-from detdiff.engines.registry import as_engine, mlx_engine, open_engine, same_engine
+from detdiff.engines.registry import as_engine, import_again, mlx_engine, open_engine, same_engine
 from detdiff.errors import EngineUnusable, ReplayError
 from detdiff.scenario import Scenario
 from detdiff.trace import Trace
@@ -81,6 +81,7 @@ class Case:
         where nothing of the two can be compared, and what opening and recording raise.
         """
         scenarios = [scenario_of(side) for side in (a, b)]
+        import_again([side.header["environment"] for side in (a, b) if isinstance(side, Trace)])
         engines = _engines(scenarios, mlx_engine(loaded, draft) if loaded is not None else engine, draft)
         for side, opened, scenario in zip((a, b), engines, scenarios, strict=True):
             if isinstance(side, Trace):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import numpy as np
 
 from detdiff.compare.divergence import Divergence, Finding, Origin, RequestDivergence, Verification
+from detdiff.engines.registry import changed_imports
 from detdiff.scenario.sampling import PROCESSORS
 from detdiff.trace import Trace, parse_ranges
 
@@ -78,6 +79,8 @@ class RecordedFacts:
     unknown: Mapping[int, str] = field(default_factory=dict)
     answers: AnswerDifferences | None = None
     """Of runs that a server answered."""
+    changed_imports: tuple[str, ...] = ()
+    """Modules that a run was recorded with and that are others today."""
 
     @classmethod
     def of(cls, a: Trace, b: Trace) -> RecordedFacts:
@@ -88,6 +91,7 @@ class RecordedFacts:
             tuple(found for run, trace in (("a", a), ("b", b)) for found in _not_finite(run, trace)),
             {**_unknown(a), **_unknown(b)},
             differences(a, b) if all(engine_name(t.scenario) == SERVER for t in (a, b)) else None,
+            tuple(dict.fromkeys(name for t in (a, b) for name in changed_imports(t.header["environment"]))),
         )
 
 
@@ -390,6 +394,11 @@ def _evidence(facts: Facts) -> Iterator[Evidence]:
             "observed",
             f"recording changed the logits of run {run}: its first forwards, run again without recording, gave others",
             {"run": run},
+        )
+    for name in facts.recorded.changed_imports:
+        yield Evidence(
+            "imports",
+            f"the module {name} (--import) is another than was recorded with; re-runs ran with today's",
         )
     for what in facts.unknown:
         yield Evidence("unknown_cache", what)
