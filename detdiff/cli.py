@@ -416,6 +416,7 @@ def _summarise(files: tuple[Path, ...], wanted: SummaryOptions, options: Mapping
     metavar="WHERE",
     help="With runs of a server: run what it was asked on a local model, scenario file, or trace of detdiff serve.",
 )
+@across_models_option
 @across_engines_option
 @partial_option
 @json_option

@@ -44,7 +44,7 @@ def adapted(of: LoadedModel, folder: Path) -> LoadedModel:
     """``of``, which is changed, with the adapter of a directory."""
     known = {"weights_sha256": of.identity.get("weights", "none"), **of.identity}
     identity = load_adapter(of.model, str(folder), known)
-    return LoadedModel(of.model, of.tokenizer, of.path, identity, of.config)
+    return LoadedModel(of.model, of.tokenizer, of.path, identity, of.config, adapter=folder)
 
 
 def fused(of: LoadedModel, name: str = "fused") -> LoadedModel:

@@ -40,9 +40,9 @@ def explained(
     """The verdict on what was asked for. Raises CommandError and what reading, recording and running raise."""
     found = sides(replace(asked, replay=True))
     engines = Engines()
-    across = asked.across_engines
+    across = {"across_models": asked.across_models, "across_engines": asked.across_engines}
     with (
-        recorded(found, asked.keep, progress, engines, across_engines=across) as traces,
+        recorded(found, asked.keep, progress, engines, **across) as traces,
         ProgressBars(progress) as bars,
     ):
         return verdict_on(traces, found, asked, engines, bars, controls, budget, repeats)
@@ -97,6 +97,7 @@ def verdict_on(
         engine=engines_of(asked, found, engines),
         repeats=repeats,
         across_engines=asked.across_engines,
+        across_models=asked.across_models,
         progress=bars.on_token,
         on_control=bars.next,
     )

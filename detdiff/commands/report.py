@@ -191,7 +191,14 @@ def reported(
 
             engines = Engines()
             traces = stack.enter_context(
-                recorded(found, asked.keep, progress, engines, across_engines=asked.across_engines)
+                recorded(
+                    found,
+                    asked.keep,
+                    progress,
+                    engines,
+                    across_models=asked.across_models,
+                    across_engines=asked.across_engines,
+                )
             )
             with ProgressBars(progress) as bars:
                 verdict = verdict_on(traces, found, asked, engines, bars, budget=why.budget)
@@ -297,8 +304,11 @@ def command(asked: ComparisonArguments, found: Sequence[Side]) -> str:
     words = ["detdiff", "explain", *(str(path) for path in asked.files)]
     if asked.partial:
         words.append("--partial")
-    if asked.across_engines:
-        words.append("--across-engines")
+    for option, wanted in (
+        ("--across-models", asked.across_models),
+        ("--across-engines", asked.across_engines),
+    ):
+        words += [option] if wanted else []
     for name in asked.imports:
         words += ["--import", name]
     if asked.model is not None:

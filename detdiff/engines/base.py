@@ -45,6 +45,7 @@ RESUME: Final = "resume"
 MODEL_FILE: Final = "model_file"
 CHOICES: Final = "choices"
 PADDING: Final = "padding"
+ADAPTERS: Final = "adapters"
 # What a scenario can say.
 PACKED: Final = "packed"
 SPECULATION: Final = "speculation"

@@ -70,12 +70,13 @@ class Case:
         injected_faults: Faults = ((), ()),
         repeats: int = REPEATS,
         across_engines: bool = False,
+        across_models: bool = False,
     ) -> Case:
         """Record what is given as a scenario, and compare, unless the ``divergence`` of two traces is known.
 
         ``engine`` runs both sides where it is opened already, or is a pair of engines, opened by what the scenarios
         say; ``loaded`` and ``draft`` are models of the mlx engine. A
-        number as ``budget`` limits re-runs. ``across_engines``: as in ``compare``.
+        number as ``budget`` limits re-runs. ``across_engines`` and ``across_models``: as in ``compare``.
 
         Raises ReplayError for a trace that is incomplete or of another model than the one that is loaded, NothingComparable
         where nothing of the two can be compared, and what opening and recording raise.
@@ -100,7 +101,7 @@ class Case:
                     opened.reset()  # as for side a: what was served before is what fresh asks about
                 traces.append(record(scenario, folder / name, engine=opened, options=options))
             if divergence is None:
-                divergence = compare(*traces, across_engines=across_engines)
+                divergence = compare(*traces, across_models=across_models, across_engines=across_engines)
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise

@@ -52,6 +52,7 @@ def explain(
     draft: Any = None,
     repeats: int | None = None,
     across_engines: bool = False,
+    across_models: bool = False,
     progress: Progress | None = None,
     on_control: OnControl | None = None,
 ) -> Verdict:
@@ -61,14 +62,18 @@ def explain(
     the rules are sure. ``budget`` limits the re-runs. ``engine`` runs both sides, where it is opened already: an engine, a pair of them, an
     object or function with generate(requests, schedule); ``loaded`` and ``draft`` are models of mlx-lm that are loaded already.
     ``repeats`` is how often the control ``repeat`` runs each side; given, it runs where nothing differs too, as a rare change is in
-    no run of two. ``across_engines``: the sides are two engines, whose operations
+    no run of two. ``across_models``: the sides may have different weights. ``across_engines``: the sides are two engines, whose operations
     are judged by themselves, by the role of their sites. ``progress`` is called with tokens so far and at most, ``on_control`` before each
     control. Raises CommandError for an unknown control, and what reading, loading and running raise.
     """
     wanted = _wanted(controls)
     try:
         sides = [opened_run(run) for run in (a, b)]
-        sure = _without_model(sides, across_engines) if controls is None and repeats is None else None
+        sure = (
+            _without_model(sides, across_engines, across_models)
+            if controls is None and repeats is None
+            else None
+        )
         if sure is not None:
             return decide(sure)
         case = Case.of(
@@ -81,6 +86,7 @@ def explain(
             progress=progress,
             repeats=REPEATS if repeats is None else repeats,
             across_engines=across_engines,
+            across_models=across_models,
         )
     except NothingComparable as error:
         return decide(Facts(None, why=_TEMPORARY.sub(r"side \1", str(error))))
@@ -124,12 +130,14 @@ def _fragile(case: Case) -> tuple[Fragility, ...]:
         return ()
 
 
-def _without_model(sides: Sequence[Trace | Scenario], across_engines: bool) -> Facts | None:
+def _without_model(
+    sides: Sequence[Trace | Scenario], across_engines: bool, across_models: bool
+) -> Facts | None:
     """What two traces say, where that decides at once."""
     a, b = sides
     if not (isinstance(a, Trace) and isinstance(b, Trace)):
         return None
-    divergence = compare(a, b, across_engines=across_engines)
+    divergence = compare(a, b, across_models=across_models, across_engines=across_engines)
     facts = Facts(divergence, RecordedFacts.of(a, b))
     return facts if deciding(facts).stops == () else None
 

@@ -231,6 +231,42 @@ RULES: Final[tuple[VerdictRule, ...]] = (
         stops=("repeat", "roles"),
     ),
     VerdictRule(
+        "adapter-outside",
+        "two sets of weights: a layer with an adapter is not, from its own inputs, what the adapter's files make of it, beside its weights or "
+        "fused into them, and a repeat is equal",
+        "bug",
+        lambda facts: facts.result("adapters") == "outside" and facts.result("repeat") == "equal",
+        sentences.say_adapter_outside,
+        ("adapters", "repeat"),
+        sentences.advise_bug,
+        stops=("repeat", "adapters"),
+    ),
+    VerdictRule(
+        "adapter-without",
+        "two sets of weights: one side has an adapter, the other the same model without it, and a repeat is equal",
+        "configuration",
+        lambda facts: facts.result("adapters") == "without" and facts.result("repeat") == "equal",
+        sentences.say_adapter_without,
+        ("adapters", "repeat"),
+        sentences.advise_configuration,
+        stops=("repeat", "adapters"),
+    ),
+    VerdictRule(
+        "adapter",
+        "two sets of weights: every layer with an adapter is inside its bound on both sides, beside its weights or fused, all other "
+        "weights are bit-equal, and a repeat is equal",
+        "numerics",
+        lambda facts: (
+            facts.result("adapters") == "inside"
+            and facts.result("repeat") == "equal"
+            and bool(facts.diverged)
+        ),
+        sentences.say_adapter_inside,
+        ("adapters", "repeat"),
+        sentences.advise_adapter,
+        stops=("repeat", "adapters"),
+    ),
+    VerdictRule(
         "identical",
         "every request of both runs was compared in whole and nothing differs",
         "identical",

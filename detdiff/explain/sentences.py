@@ -207,6 +207,25 @@ def advise_choices(facts: Facts) -> str:
     return "Look at how each request's sampler, its settings and its generator are kept beside the other requests'."
 
 
+def say_adapter_outside(facts: Facts) -> str:
+    return f"Not rounding: {_said(facts, 'adapters')}"
+
+
+def say_adapter_without(facts: Facts) -> str:
+    return f"A difference of configuration: {_said(facts, 'adapters')}"
+
+
+def say_adapter_inside(facts: Facts) -> str:
+    return f"Rounding: {_said(facts, 'adapters')} The weights beside them are bit-equal."
+
+
+def advise_adapter(facts: Facts) -> str:
+    return (
+        "Nothing is wrong with the weights: an adapter beside its weights and one that is fused round in different places. Fuse in a "
+        "wider dtype, or without quantising again, for less."
+    )
+
+
 def say_shared_state(facts: Facts) -> str:
     found = facts.chosen_otherwise[0]
     at = "" if found.flip is None else f", token {found.flip.index}"
@@ -530,6 +549,12 @@ def missing(facts: Facts) -> tuple[str, ...]:
     if facts.divergence is not None and facts.divergence.across_engines is not None:
         return tuple(_roles_missing(facts))
     found = []
+    if facts.divergence is not None and facts.divergence.across_models:
+        found.append(
+            "one set of weights: with two, no operation has equal inputs and should give equal outputs"
+        )
+        adapters = facts.controls.get("adapters")
+        return (*found, *([adapters.sentence] if adapters is not None else ()))
     if facts.origin is None:
         found.append("an origin: no operation was found whose inputs are equal and whose outputs are not")
     elif not (facts.path_change or facts.moved_alone):

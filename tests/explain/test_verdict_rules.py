@@ -146,6 +146,12 @@ CASES: dict[str, tuple[Callable[[], Facts], Callable[[], Facts]]] = {
         lambda: facts(two_engines(), roles="inside"),
         lambda: facts(two_engines(), roles="partly"),
     ),
+    "adapter-outside": (
+        lambda: facts(adapters="outside"),
+        lambda: facts(adapters="outside", repeat="not_run"),
+    ),
+    "adapter-without": (lambda: facts(adapters="without"), lambda: facts(adapters="other_weights")),
+    "adapter": (lambda: facts(adapters="inside"), lambda: facts(equal(), adapters="inside")),
     "identical": (
         lambda: facts(equal()),
         lambda: facts(replace(equal(), identical=False, inconclusive=True)),

@@ -46,6 +46,7 @@ from .serve import (
 )
 
 if TYPE_CHECKING:
+    from detdiff.explain.adapted import AdaptedLinear, PlainLinear
     from detdiff.explain.case import Case
     from detdiff.explain.controls.choices import RunChoices
     from detdiff.explain.controls.finite import NotFiniteValue
@@ -72,6 +73,7 @@ _CAPABILITIES: Final = frozenset(
         base.MODEL_FILE,
         base.CHOICES,
         base.PADDING,
+        base.ADAPTERS,
         base.PACKED,
         base.SPECULATION,
         base.CACHE_SETTINGS,
@@ -195,6 +197,24 @@ class MlxEngine:
         from .choice_causes import run_choices
 
         return run_choices(case, side, until)
+
+    def adapted(self) -> Mapping[str, AdaptedLinear]:
+        """The layers that the model's adapter changes, by site; see ``explain.controls.adapters``."""
+        from .adapted_layers import adapted_layers
+
+        return adapted_layers(self.loaded)
+
+    def fused_at(self, site: str) -> PlainLinear | None:
+        """The layer of a site where no adapter runs beside its weights."""
+        from .adapted_layers import fused_at
+
+        return fused_at(self.loaded, site)
+
+    def weights_beside(self, other: MlxEngine, sites: Collection[str]) -> str:
+        """In which weights beside these layers another engine's model differs, in words."""
+        from .adapted_layers import weights_beside
+
+        return weights_beside(self.loaded, other.loaded, sites)
 
     def operation(
         self, site: Site, captured: Captured, request: str, rows: Sequence[int], scenario: Scenario

@@ -58,7 +58,8 @@ class LoadedModel:
     model: the mlx-lm ``nn.Module``, weights evaluated. tokenizer: mlx-lm's ``TokenizerWrapper``. path: the
     directory that both came from. identity: see `detdiff.engines.mlx.model_directory.identity`. config: config.json, plus
     what mlx-lm adds. staged: what reference kernels have made of its weights, kept from run to run. apart: the profiles
-    (None: no profile) under which the packed layout was seen to keep its requests apart.
+    (None: no profile) under which the packed layout was seen to keep its requests apart. adapter: the directory of the
+    adapter that it was loaded with.
     """
 
     model: Any
@@ -68,6 +69,7 @@ class LoadedModel:
     config: Mapping[str, Any] = field(default_factory=dict)
     staged: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
     apart: set[str | None] = field(default_factory=set, compare=False, repr=False)
+    adapter: Path | None = None
 
     @property
     def reads_text(self) -> bool:
@@ -92,7 +94,8 @@ def load(spec: str, adapter: str | None = None, *, custom_code: bool = False) ->
     model, config = load_weights(path, custom_code=custom_code)
     if adapter is not None:
         known = load_adapter(model, adapter, known)
-    return LoadedModel(model, load_tokenizer(path, config), path, known, config)
+    folder = None if adapter is None else Path(adapter).expanduser()
+    return LoadedModel(model, load_tokenizer(path, config), path, known, config, adapter=folder)
 
 
 def locate(spec: str) -> Path:
