@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final
 
 import numpy as np
@@ -323,7 +324,7 @@ class CommonSite:
     before: tuple[int, ...] = ()
     draft: bool = False
 
-    @property
+    @cached_property
     def carrying(self) -> bool:
         """Whether the cache comes in here, at this site itself."""
         return any(name in _CARRYING_INPUTS for name in self.site.inputs)
@@ -424,6 +425,15 @@ class Columns:
     pair: Int64
     one_sided: int
 
+    @cached_property
+    def _whole(self) -> tuple[int, int]:
+        """The width of each run's table where all of its columns are paired in their order, else -1."""
+        a, b = (
+            len(columns) if np.array_equal(columns, np.arange(len(columns))) else -1
+            for columns in (self.a, self.b)
+        )
+        return a, b
+
     @property
     def words(self) -> int:
         """How many uint64 hold a bit for each pair."""
@@ -436,16 +446,12 @@ class Columns:
     def differ(self, left: NDArray[np.uint64], right: NDArray[np.uint64]) -> NDArray[np.uint64]:
         """Compare digests uint64 [rows, columns] of each run row by row; uint64 [rows, words] with a bit set for
         each pair that differs, the lowest first."""
-        a = left if _whole(self.a, left.shape[1]) else left[:, self.a]
-        b = right if _whole(self.b, right.shape[1]) else right[:, self.b]
+        a = left if left.shape[1] == self._whole[0] else left[:, self.a]
+        b = right if right.shape[1] == self._whole[1] else right[:, self.b]
         packed = np.packbits(a != b, axis=1, bitorder="little")
         bits = np.zeros((len(packed), self.words), dtype=np.uint64)
         bits.view(np.uint8)[:, : packed.shape[1]] = packed
         return bits
-
-
-def _whole(columns: Int64, width: int) -> bool:
-    return len(columns) == width and bool(np.array_equal(columns, np.arange(width)))
 
 
 def _descendants(sites: list[Site]) -> list[list[int]]:

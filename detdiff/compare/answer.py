@@ -88,8 +88,11 @@ class Verifications:
             for side, (number, steps) in enumerate(
                 ((request.a, request.steps_a), (request.b, request.steps_b))
             ):
-                row = {int(position): n for n, position in enumerate(steps.position.tolist())}
-                for event in self._events[side].get(number, ()):
+                events = self._events[side].get(number, ())
+                row = (
+                    {int(position): n for n, position in enumerate(steps.position.tolist())} if events else {}
+                )
+                for event in events:
                     for place, choice in enumerate(event["choices"][: len(event["committed"])]):
                         n = row.get(event["start"] + place)
                         own = choice if n is None or not steps.top_ids.shape[1] else int(steps.top_ids[n, 0])
@@ -421,7 +424,7 @@ class RequestAnswer:
 
     def _first_written(self, rows: Int64) -> CacheEntry | None:
         tally, pairs = self._done.tally, self._done.pairs
-        some = rows[(tally.entries[:, rows] > 0).any(axis=0)]
+        some = rows[tally.with_entries[rows]]
         if not len(some):
             return None
         forward = self._runs.a.row_index().forward[pairs.a[some]]
@@ -460,7 +463,7 @@ class RequestAnswer:
             where |= found > 0
         if not entries:
             return None
-        ranges = _ranges(np.unique(position[where]))
+        ranges = _ranges(np.sort(position[where]))
         return DifferingEntries(count, entries, tuple(sorted(layers)), ranges, int(position[last]))
 
     def _growth(self, number: int, rows: Int64) -> Growth:
@@ -520,6 +523,6 @@ def _agreement(request: RequestPair) -> Agreement:
 
 
 def _ranges(positions: Int64) -> tuple[tuple[int, int], ...]:
-    """Ascending positions as inclusive ranges."""
+    """Ascending positions, some perhaps more than once, as inclusive ranges."""
     runs = np.split(positions, np.flatnonzero(np.diff(positions) > 1) + 1)
     return tuple((int(run[0]), int(run[-1])) for run in runs if len(run))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -165,11 +166,20 @@ class Details:
         known = self._scanner.pair(row).columns.pair >= 0
         differ = self._ports_that_differ(row)
         alike: dict[int | None, bool] = {}
-        for site in self._ports.sites:
-            for n in site.inputs if site.carrying else ():
-                if known[n] and self._ports.names[n].endswith((".kv", ".written")):
-                    alike[site.site.layer] = alike.get(site.site.layer, True) and not differ[n]
+        for layer, n in self._carrying:
+            if known[n]:
+                alike[layer] = alike.get(layer, True) and not differ[n]
         return {layer for layer, same in alike.items() if same}
+
+    @cached_property
+    def _carrying(self) -> list[tuple[int | None, int]]:
+        """(layer, port) of all that stands for cache entries that were read."""
+        return [
+            (site.site.layer, n)
+            for site in self._ports.sites
+            for n in (site.inputs if site.carrying else ())
+            if self._ports.names[n].endswith((".kv", ".written"))
+        ]
 
     def magnitude(self, row: int, port: int, *, logits: bool = False) -> Magnitude | None:
         """How far the two values of a port are apart; None unless both traces captured it."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from detdiff.errors import (
     ChecksumError,
@@ -253,6 +254,10 @@ class Forwards(Sequence[dict[str, Any]]):
 
     def __len__(self) -> int:
         return len(self._places)
+
+    def spans(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Where the line of each forward begins in the file and where it ends, int64 [forwards] in bytes."""
+        return self._lines.starts[self._places], self._lines.starts[self._places + 1]
 
     def __getitem__(self, index: Any) -> Any:
         """Forward ``index`` (not a slice); raises LogLineError, ForwardLineError, IndexError."""

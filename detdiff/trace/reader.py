@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -163,7 +163,7 @@ class Trace:
             out[here] = self.shards[shard].digest_rows(table, self._rows.table_row[rows[here]])
         return out
 
-    def forwards(self) -> Sequence[dict[str, Any]]:
+    def forwards(self) -> Forwards:
         """One object a forward, parsed when asked for, with the calls of its plan as ``calls``.
 
         An item raises LogLineError or ForwardLineError when its line breaks a rule.
