@@ -26,6 +26,14 @@ class NothingComparable(DetdiffError):
     exit_code = 3
 
 
+class WorkloadUnusable(DetdiffError):
+    """A workload of a measurement says no lengths, or no distribution, that can be used."""
+
+
+class PolicyUnusable(DetdiffError):
+    """A policy of a measurement is none that the engine runs, or none that can be simulated."""
+
+
 class ScenarioError(DetdiffError):
     """A scenario file, flag or dataclass says something that cannot be run."""
 

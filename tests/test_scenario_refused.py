@@ -175,11 +175,6 @@ REFUSED: list[tuple[dict[str, Any], type[ScenarioError], str]] = [
         ScenarioConflict,
         "'r0' arrives at forward 1",
     ),
-    (
-        minimal(schedule="static", active=1, request=[{"prompt": "a"}] * 2),
-        ScenarioConflict,
-        "starts all 2 requests",
-    ),
     (minimal(window_positions=[0, 1]), ScenarioConflict, "need capture window"),
     (minimal(engine=3), ScenarioTypeError, "engine takes an engine's name, or a table .*, and 3 "),
     (minimal(engine={"name": 3}), ScenarioTypeError, "engine takes an engine's name"),

@@ -59,6 +59,7 @@ PREFILL_CHUNK: Final = "prefill_chunk"
 TEXT: Final = "text"
 SCORES: Final = "scores"
 EMBEDS: Final = "embeds"
+TIMED: Final = "timed"
 LIVE: Final = "live"
 # Where it is.
 ADDRESS: Final = "address"
@@ -78,6 +79,17 @@ TRACE_CAPABILITIES: Final = (
 
 Progress = Callable[[int, int], None]  # tokens generated so far, tokens at most
 Begin = Callable[[Mapping[str, Any]], TraceWriter]
+
+
+OnTimedToken = Callable[[int, int], None]
+"""``on_token(request, token)``: called as soon as the engine answers with a token."""
+
+
+class RunsUnrecorded(Protocol):
+    """What an engine with the capability ``timed`` has."""
+
+    def timed(self, scenario: Scenario, on_token: OnTimedToken) -> Sequence[float | None]:
+        """Run all requests as ``run`` does, without recording. When each came, by time.perf_counter(); None: at the start."""
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -39,7 +40,7 @@ class Work:
     gives once that is over. ``cancel`` is after how many tokens it is cancelled.
 
     ``scored`` are given tokens after the prompt, whose log-probabilities are asked for. Nothing is generated then, nor where
-    prompts are embedded.
+    prompts are embedded. ``came`` is when its arrival was there, by time.perf_counter(), None for the start of the run.
     """
 
     index: int
@@ -61,6 +62,7 @@ class Work:
     """Runs of tokens that end the answer, beside the single ones of ``stop``."""
     scored: tuple[int, ...] = ()
     task: str = GENERATE
+    came: float | None = None
 
     @property
     def given(self) -> tuple[int, ...]:
@@ -127,6 +129,26 @@ class Share:
     tokens: tuple[int, ...]
     answers: int
     phase: str
+
+
+def admitted(
+    waiting: Sequence[Work], active: Sequence[Work], schedule: Schedule, clock: int, most: int | None = None
+) -> list[Work]:
+    """Those of ``waiting``, in order of arrival, that begin before the forward ``clock``; ``most`` is an engine's own limit.
+
+    A static batch of fewer than all waits until its longest request is through. An idle engine has no forwards to wait for: its
+    next arrival comes at once.
+    """
+    limit = 1 if schedule.kind == "serial" else schedule.active or len(waiting) + len(active)
+    limit = min(limit, most or limit)
+    now = clock if active or not waiting else max(clock, waiting[0].arrival)
+    due = [item for item in waiting if item.arrival <= now and item.ready]
+    for item in due:
+        if item.arrival and item.came is None:
+            item.came = time.perf_counter()
+    if schedule.kind == "static" and schedule.active is not None and active:
+        return []
+    return due[: max(0, limit - len(active))]
 
 
 class Allotment(NamedTuple):

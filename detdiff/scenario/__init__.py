@@ -2,7 +2,7 @@
 
 from detdiff.scenario.keys import nearest, parse_flags, toml_text
 from detdiff.scenario.sampling import Sampling
-from detdiff.scenario.scenario import Scenario, is_address, located
+from detdiff.scenario.scenario import LLAMA, MLX, Scenario, is_address, located
 from detdiff.scenario.settings import (
     EMBED,
     GENERATE,
@@ -23,6 +23,8 @@ __all__ = [
     "EMBED",
     "GENERATE",
     "LAYOUTS",
+    "LLAMA",
+    "MLX",
     "SCHEDULES",
     "SCORE",
     "CachePlan",

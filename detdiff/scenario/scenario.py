@@ -68,7 +68,7 @@ class Scenario:
 
     ``engine`` is an engine's name or ``package.module:factory``, ``engine_settings`` is what it is given, JSON values
     without null; ``model`` may be "" where the engine has one of its own. A server's address as the model of the engine mlx means
-    the engine server, whose schedule static runs batches of ``active`` requests after each other. The engine llama.cpp knows no other layout than
+    the engine server. The engine llama.cpp knows no other layout than
     packed, so its schedule has that.
 
     Raises RequestsMissing, RequestIdRepeated, ScenarioConflict and ScenarioRangeError.
@@ -125,18 +125,6 @@ class Scenario:
                 )
         one_of("task", self.task, TASKS)
         one_of("pooling", self.pooling, POOLINGS)
-        active = self.schedule.active
-        if (
-            self.schedule.kind == "static"
-            and active is not None
-            and active < len(places)
-            and self.engine != SERVER
-            and self.task == GENERATE
-        ):
-            raise ScenarioConflict(
-                f"active is {active} and schedule is static, which starts all {len(places)} "
-                "requests at once; remove active, or use schedule continuous."
-            )
         for name in self.capture.requests:
             if name not in places:
                 raise ScenarioRangeError(

@@ -15,7 +15,7 @@ import numpy as np
 from detdiff.engines import base
 from detdiff.engines.base import Begin, RunOptions, request_header, wanted_values
 from detdiff.errors import EngineFailed, EngineRefuses, words_of
-from detdiff.scenario import GENERATE, Scenario, Schedule
+from detdiff.scenario import Scenario, Schedule
 from detdiff.trace import Embeddings
 
 from .answers import Answer, EngineRequest, answer
@@ -156,8 +156,8 @@ class FunctionEngine:
                 AnsweredBatch((number,), tuple(self._answers([each], Schedule("static"))))
                 for number, each in enumerate(asked)
             ]
-        # Only micro batches of what is embedded are fewer than all.
-        size = len(asked) if scenario.task == GENERATE else scenario.schedule.active or len(asked)
+        schedule = scenario.schedule
+        size = schedule.active if schedule.kind == "static" and schedule.active else len(asked)
         return [
             AnsweredBatch(
                 tuple(range(first, min(first + size, len(asked)))),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from detdiff.engines.schedule import Allotment, Share, Work, allot, by_arrival, prompt_share
+from detdiff.engines.schedule import Allotment, Share, Work, admitted, allot, by_arrival, prompt_share
 from detdiff.engines.speculation import Speculator
 
 from .recorder import ChosenToken
@@ -65,12 +65,11 @@ class Serving:
         if draft is not None and asked is not None:
             speculator = Speculator(target, draft, asked.drafts, recorder.event)
         schedule = self._schedule
-        limit = 1 if schedule.kind == "serial" else (schedule.active or len(self._work))
-        limit = min(limit, target.most)
         waiting, active, step = by_arrival(self._work), list[Work](), 0
         while waiting or active:
-            step = step if active else max(step, waiting[0].arrival)
-            due = [item for item in waiting if item.arrival <= step][: limit - len(active)]
+            due = admitted(waiting, active, schedule, step, target.most)
+            if not active:
+                step = max(step, due[0].arrival)
             waiting = [item for item in waiting if item not in due]
             for item in due:
                 for model in models:

@@ -86,6 +86,7 @@ _CAPABILITIES: Final = frozenset(
         base.TEXT,
         base.SCORES,
         base.EMBEDS,
+        base.TIMED,
         base.LIVE,
     }
 )
@@ -146,6 +147,14 @@ class MlxEngine:
                 "cache_patches of the engine, which puts them in before one forward."
             )
         return run(scenario, self.models(scenario), begin, options)
+
+    def timed(self, scenario: Scenario, on_token: base.OnTimedToken) -> list[float | None]:
+        """See ``base.RunsUnrecorded``."""
+        models = self.models(scenario)
+        work = prepared(scenario, models)
+        sessions = Sessions.of(scenario, models)
+        run_unrecorded(scenario, sessions, work, None, lambda request, _, token: on_token(request, token))
+        return [item.came for item in work]
 
     def reset(self) -> None:
         self.loaded.staged.clear()

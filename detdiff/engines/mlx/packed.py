@@ -20,6 +20,7 @@ from detdiff.engines.schedule import (
     OnToken,
     Share,
     Work,
+    admitted,
     allot,
     by_arrival,
     prompt_share,
@@ -167,10 +168,9 @@ class PackedEngine:
         for item in self._queue.active:
             self._turns.adapt(item)
         serial = schedule.kind == "serial"
-        limit = 1 if serial else (schedule.active or len(work))
         try:
             while self._queue.waiting or self._queue.active:
-                due = self._admit(limit)
+                due = self._admit(schedule)
                 if serial:
                     seed_state(due)
                 if self.clock.steps == until:
@@ -220,12 +220,9 @@ class PackedEngine:
         """The engine's own account of its proposals, by request id; empty without speculation."""
         return {} if self.speculation is None else self.speculation.counted(self._work)
 
-    def _admit(self, limit: int) -> list[Work]:
+    def _admit(self, schedule: Schedule) -> list[Work]:
         queue = self._queue
-        clock = self.clock.steps if queue.active else max(self.clock.steps, queue.waiting[0].arrival)
-        due = [item for item in queue.waiting if item.arrival <= clock and item.ready][
-            : limit - len(queue.active)
-        ]
+        due = admitted(queue.waiting, queue.active, schedule, self.clock.steps)
         queue.waiting = [item for item in queue.waiting if item not in due]
         for item in due:
             self.admit(item)

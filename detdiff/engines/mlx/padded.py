@@ -26,7 +26,7 @@ from mlx_lm.generate import (
 from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
 
 from detdiff.engines.mlx.taps.forward import DRAFT, TARGET, Forward, Segment
-from detdiff.engines.schedule import OnEvent, OnToken, Work, by_arrival, silent
+from detdiff.engines.schedule import OnEvent, OnToken, Work, admitted, by_arrival, silent
 from detdiff.engines.speculation import DraftCounts
 from detdiff.scenario import GENERATE, CachePlan, Schedule
 
@@ -264,10 +264,8 @@ def _batched(run: PaddedRun, work: list[Work], owners: CacheOwners) -> None:
     active: list[Work] = []
     try:
         while waiting or active:
-            # An idle engine has no forwards to wait for: the next arrival comes at once.
-            clock = composer.forwards if active else max(composer.forwards, waiting[0].arrival)
             # Inserting only what fits keeps the limit: mlx-lm itself does not count prompts being processed.
-            due = [item for item in waiting if item.arrival <= clock and item.ready][: limit - len(active)]
+            due = admitted(waiting, active, schedule, composer.forwards)
             if due:
                 caches = []
                 for item in due:

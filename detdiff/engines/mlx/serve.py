@@ -298,8 +298,12 @@ def prepared(scenario: Scenario, models: Models) -> list[Work]:
 
 
 def run_unrecorded(
-    scenario: Scenario, sessions: Sessions, work: list[Work], on_logits: OnLogits | None
+    scenario: Scenario,
+    sessions: Sessions,
+    work: list[Work],
+    on_logits: OnLogits | None,
+    on_token: OnToken = lambda *_: None,
 ) -> None:
     """Serve the requests without recording; ``on_logits`` sees the logits of every forward that are used."""
     with sessions.running(None, on_logits, packed=scenario.schedule.layout == "packed"):
-        serve(scenario, sessions, work, lambda *_: None)
+        serve(scenario, sessions, work, on_token)

@@ -1,0 +1,220 @@
+"""Figures of timed runs, and the JSON of a measurement in the key names of ``vllm bench serve --save-result``.
+
+The keys are those of vllm/benchmarks/serve.py (vLLM 0.20), so that notebooks that read its files read these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from .measure import Measurement, PolicyResult, TimedRun
+
+SCHEMA = "detdiff.bench/1"
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """Limits in milliseconds; a request is good where it keeps all that are given."""
+
+    ttft: float | None = None
+    tpot: float | None = None
+    e2el: float | None = None
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Of one run. Times in milliseconds, by request (``itl`` by token): to the first token, between tokens after it, whole."""
+
+    tokens: int
+    seconds: float
+    ttft: tuple[float, ...]
+    tpot: tuple[float, ...]
+    itl: tuple[float, ...]
+    e2el: tuple[float, ...]
+
+    @classmethod
+    def of(cls, run: TimedRun) -> Figures:
+        """Requests without a token are left out."""
+        pairs = [(came, each) for came, each in zip(run.came, run.tokens, strict=True) if each]
+        return cls(
+            sum(map(len, run.tokens)),
+            run.seconds,
+            tuple((each[0] - came) * 1000 for came, each in pairs),
+            tuple((each[-1] - each[0]) / (len(each) - 1) * 1000 for _, each in pairs if len(each) > 1),
+            tuple(float(gap) * 1000 for _, each in pairs for gap in np.diff(each)),
+            tuple((each[-1] - came) * 1000 for came, each in pairs),
+        )
+
+    @property
+    def throughput(self) -> float:
+        """Tokens a second."""
+        return self.tokens / self.seconds
+
+    def good(self, limits: Goodput) -> float:
+        """Requests a second that keep the limits."""
+        keeps = np.ones(len(self.e2el), bool)
+        for name in ("ttft", "e2el"):
+            limit = getattr(limits, name)
+            if limit is not None:
+                keeps &= np.array(getattr(self, name)) <= limit
+        if limits.tpot is not None and len(self.tpot) == len(keeps):
+            keeps &= np.array(self.tpot) <= limits.tpot
+        return float(keeps.sum()) / self.seconds
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The median over rounds, and the least and largest."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        return cls(median(values), min(values), max(values))
+
+
+def throughput(result: PolicyResult) -> Spread | None:
+    """Tokens a second over rounds; None where nothing was measured."""
+    values = [Figures.of(run).throughput for run in result.runs]
+    return Spread.of(values) if values else None
+
+
+def factor(result: PolicyResult, baseline: PolicyResult) -> Spread | None:
+    """Throughput over that of ``baseline`` in the same round."""
+    pairs = zip(result.runs, baseline.runs, strict=False)
+    values = [Figures.of(a).throughput / Figures.of(b).throughput for a, b in pairs]
+    return Spread.of(values) if values else None
+
+
+def vllm_json(
+    result: PolicyResult,
+    measured: Measurement,
+    goodput: Goodput | None = None,
+    percentiles: Sequence[int] = (99,),
+) -> dict[str, Any]:
+    """One policy as vLLM writes a result; the round with the median throughput, so that its lists belong together."""
+    ranked = sorted(result.runs, key=lambda run: Figures.of(run).throughput)
+    run = ranked[len(ranked) // 2]
+    figures = Figures.of(run)
+    items = measured.workload.items
+    scenario = result.policy.scenario
+    input_tokens = sum(item.prompt_length for item in items)
+    lists = {"ttft": figures.ttft, "tpot": figures.tpot, "itl": figures.itl, "e2el": figures.e2el}
+    found: dict[str, Any] = {
+        "date": measured.environment["date"],
+        "endpoint_type": scenario.engine,
+        "backend": scenario.engine,
+        "label": result.policy.name,
+        "model_id": scenario.model,
+        "tokenizer_id": scenario.model,
+        "num_prompts": len(items),
+        "request_rate": "inf"
+        if not any(item.arrival for item in items)
+        else len(items) / (items[-1].arrival or 1),
+        "burstiness": 1.0,
+        "max_concurrency": result.policy.at_once,
+        "duration": figures.seconds,
+        "completed": len(figures.e2el),
+        "failed": len(items) - len(figures.e2el),
+        "total_input_tokens": input_tokens,
+        "total_output_tokens": figures.tokens,
+        "request_throughput": len(figures.e2el) / figures.seconds,
+        "request_goodput": None if goodput is None else figures.good(goodput),
+        "output_throughput": figures.throughput,
+        "total_token_throughput": (input_tokens + figures.tokens) / figures.seconds,
+        "input_lens": [item.prompt_length for item in items],
+        "output_lens": [len(each) for each in run.tokens],
+        "ttfts": [(each[0] - came) if each else 0.0 for came, each in zip(run.came, run.tokens, strict=True)],
+        "itls": [[float(gap) for gap in np.diff(each)] for each in run.tokens],
+        "latencies": [
+            (each[-1] - came) if each else 0.0 for came, each in zip(run.came, run.tokens, strict=True)
+        ],
+        "start_times": list(run.came),
+        "generated_texts": list(result.texts),
+        "errors": ["" for _ in items],
+        "max_output_tokens_per_s": _peak(run),
+        "max_concurrent_requests": _together(run),
+    }
+    for name, values in lists.items():
+        array = np.array(values or (0.0,))
+        found |= {f"mean_{name}_ms": float(array.mean()), f"median_{name}_ms": float(np.median(array))}
+        found |= {f"std_{name}_ms": float(array.std())}
+        found |= {f"p{p}_{name}_ms": float(np.percentile(array, p)) for p in percentiles}
+    return found
+
+
+def _peak(run: TimedRun) -> float:
+    """The most tokens in one second of the run."""
+    times = [t for each in run.tokens for t in each]
+    return float(max(np.bincount(np.array(times).astype(int)), default=0)) if times else 0.0
+
+
+def _together(run: TimedRun) -> int:
+    """The most requests between their first token and their last at a time."""
+    spans = [(each[0], each[-1]) for each in run.tokens if each]
+    return max((sum(a <= start <= b for a, b in spans) for start, _ in spans), default=0)
+
+
+def bench_json(measured: Measurement, goodput: Goodput | None = None) -> dict[str, Any]:
+    """The whole measurement: one object a policy, in vLLM's keys, with what detdiff adds under ``detdiff``."""
+    baseline = measured.results[0]
+    policies = []
+    for result in measured.results:
+        own: dict[str, Any] = {
+            "policy": result.policy.name,
+            "answers": result.sameness,
+            "flips": result.flips,
+            "counts": None if result.counts is None else _counts(result.counts),
+            "counts_as_simulated": result.simulated,
+            "not_simulated": result.why or None,
+            "cache": None if result.memory is None else asdict(result.memory),
+            "rounds": len(result.runs),
+            "throughput": _spread(throughput(result)),
+            "factor": _spread(factor(result, baseline)),
+            "divergence": None if result.divergence is None else _divergence(result),
+        }
+        measurement = vllm_json(result, measured, goodput) if result.runs else {"label": result.policy.name}
+        policies.append({**measurement, "detdiff": own})
+    return {
+        "schema": SCHEMA,
+        "finished": measured.finished,
+        "workload": {"source": measured.workload.source, "requests": len(measured.workload)},
+        "environment": measured.environment,
+        "policies": policies,
+    }
+
+
+def _spread(found: Spread | None) -> dict[str, float] | None:
+    return None if found is None else asdict(found)
+
+
+def _counts(counts: Any) -> dict[str, Any]:
+    return {
+        **asdict(counts),
+        "rows_per_forward": {str(rows): n for rows, n in counts.rows_per_forward},
+        "paths": dict(counts.paths),
+        "padded_share": counts.padded_share,
+        "idle_share": counts.idle_share,
+    }
+
+
+def _divergence(result: PolicyResult) -> Mapping[str, Any]:
+    divergence = result.divergence
+    assert divergence is not None
+    first = next((r for r in divergence.requests if r.id == divergence.first), None)
+    origin = None if first is None or first.origin is None else first.origin
+    return {
+        "identical": divergence.identical,
+        "first": divergence.first,
+        "origin": None if origin is None else {"site": origin.site, "position": origin.position},
+        "flips": [
+            {"request": r.id, "index": r.flip.index} for r in divergence.requests if r.flip is not None
+        ],
+    }

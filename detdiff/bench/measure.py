@@ -1,0 +1,159 @@
+"""Measuring policies: paired rounds in changing order, each token's time, and what each policy answers beside serial."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from detdiff.compare import Divergence, compare
+from detdiff.engines.base import TIMED, Engine, RunOptions
+from detdiff.engines.record import record
+from detdiff.errors import PolicyUnusable
+from detdiff.scenario import Scenario
+
+from .counts import CacheMemory, Counts, cache_memory, kernel_paths, recorded
+from .policies import Policy
+from .simulate import simulate
+from .workload import Workload
+
+Progress = Callable[[str, int, int], None]
+"""``progress(what, done, of)``."""
+
+
+@dataclass
+class TimedRun:
+    """One run: ``seconds`` in all, and for each request when it came and when each of its tokens did, in seconds from the start."""
+
+    seconds: float
+    came: list[float]
+    tokens: list[list[float]]
+
+
+@dataclass
+class PolicyResult:
+    """What was measured of one policy. ``divergence`` is beside serial, None for serial itself; ``simulated`` says whether the counts
+    are what was simulated, None where that was not possible, with ``why``."""
+
+    policy: Policy
+    runs: list[TimedRun] = field(default_factory=list)
+    counts: Counts | None = None
+    memory: CacheMemory | None = None
+    divergence: Divergence | None = None
+    simulated: bool | None = None
+    why: str = ""
+    texts: list[str] = field(default_factory=list)
+
+    @property
+    def flips(self) -> int:
+        return 0 if self.divergence is None else sum(r.flip is not None for r in self.divergence.requests)
+
+    @property
+    def sameness(self) -> str:
+        """``identical``, ``diverges, no flip``, ``flips k of n``, or ``not compared`` where that could not be."""
+        if self.policy.name == "serial":
+            return "identical"
+        if self.divergence is None:
+            return "not compared"
+        count = len(self.divergence.requests)
+        if self.flips:
+            return f"flips {self.flips} of {count}"
+        return "identical" if self.divergence.identical else "diverges, no flip"
+
+
+@dataclass
+class Measurement:
+    """All policies of one workload; ``finished`` is False where it was interrupted."""
+
+    workload: Workload
+    results: list[PolicyResult]
+    rounds: int
+    environment: dict[str, Any]
+    finished: bool = False
+
+
+def timed(engine: Engine, scenario: Scenario) -> TimedRun:
+    """Run a scenario without recording. Raises PolicyUnusable for an engine that cannot."""
+    run: Any = getattr(engine, "timed", None)
+    if TIMED not in engine.capabilities or run is None:
+        raise PolicyUnusable(
+            f"The engine {engine.name} cannot be timed: it runs nothing without recording. Measure on mlx, transformers, llama.cpp or a "
+            "server."
+        )
+    tokens: list[list[float]] = [[] for _ in scenario.requests]
+    started = time.perf_counter()
+
+    def on_token(request: int, token: int) -> None:
+        tokens[request].append(time.perf_counter() - started)
+
+    came = run(scenario, on_token)
+    seconds = time.perf_counter() - started
+    return TimedRun(seconds, [0.0 if each is None else each - started for each in came], tokens)
+
+
+def answers(
+    engine: Engine, found: Sequence[PolicyResult], workload: Workload, progress: Progress | None = None
+) -> None:
+    """Record each policy once: what it answers beside the first, and its counts beside those simulated."""
+    with tempfile.TemporaryDirectory(prefix="detdiff-bench-") as folder:
+        baseline = None
+        for number, result in enumerate(found):
+            if progress is not None:
+                progress(f"recording {result.policy.name}", number, len(found))
+            options = RunOptions(observe=0, durable=False)
+            trace = record(result.policy.scenario, Path(folder) / str(number), engine=engine, options=options)
+            forwards = recorded(trace)
+            result.counts = Counts.of(forwards, result.policy.at_once, kernel_paths(trace))
+            lengths = [(item.prompt_length, item.answer_length) for item in workload.items]
+            result.memory = cache_memory(lengths, forwards)
+            generated = trace.generated(lens=False)
+            result.texts = [
+                engine.decode([int(t) for t in generated.token[generated.request == n]])
+                for n in range(len(trace.requests))
+            ]
+            try:
+                shapes = [(each.rows, each.shape) for each in simulate(result.policy.scenario, workload)]
+                result.simulated = shapes == [(each.rows, each.shape) for each in forwards]
+            except PolicyUnusable as error:
+                result.why = str(error)
+            if baseline is None:
+                baseline = trace
+            else:
+                result.divergence = compare(baseline, trace)
+
+
+def measure(
+    engine: Engine,
+    found: Sequence[PolicyResult],
+    rounds: int,
+    *,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> None:
+    """Time every policy once in each round, after one that only warms up; the order changes from round to round.
+
+    What was measured stays in ``found`` where this is interrupted.
+    """
+    order = random.Random(seed)
+    total = (rounds + 1) * len(found)
+    done = 0
+    for number in range(rounds + 1):
+        turn = list(found)
+        order.shuffle(turn)
+        for result in turn:
+            if progress is not None:
+                progress(
+                    f"round {number} of {rounds}: {result.policy.name}"
+                    if number
+                    else f"warm-up: {result.policy.name}",
+                    done,
+                    total,
+                )
+            run = timed(engine, result.policy.scenario)
+            done += 1
+            if number:
+                result.runs.append(run)

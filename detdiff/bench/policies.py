@@ -1,0 +1,65 @@
+"""Policies: what a scenario can say about how requests are batched, in one line each."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from detdiff.errors import PolicyUnusable, ScenarioError
+from detdiff.scenario import PathRule, Scenario, parse_flags
+
+BASELINE: Final = "serial"
+DEFAULT: Final = ("static:8", "continuous:8", "continuous:8 layout=packed")
+_PAD = re.compile(r"pad:([1-9][0-9]{0,4})")
+
+
+@dataclass(frozen=True)
+class Policy:
+    """``name`` is what was asked for; ``scenario`` is the scenario under it."""
+
+    name: str
+    scenario: Scenario
+
+    @property
+    def at_once(self) -> int:
+        """How many requests it lets run at a time."""
+        schedule = self.scenario.schedule
+        count = len(self.scenario.requests)
+        return 1 if schedule.kind == "serial" else min(schedule.active or count, count)
+
+
+def policies(base: Scenario, asked: Sequence[str]) -> list[Policy]:
+    """The policies of ``base``, serial first, which all others are compared with. A policy is flags, such as ``static:8`` or
+    ``continuous:8 layout=packed split_rows=4``; ``batch-invariant`` is short for ``kernels=batch-invariant``, and ``pad:N`` pads linear
+    calls of fewer rows to N.
+
+    Raises PolicyUnusable for one that is unknown, twice there, or that the scenario cannot have.
+    """
+    names = list(dict.fromkeys([BASELINE, *(" ".join(each.split()) for each in asked)]))
+    return [Policy(name, _under(base, name)) for name in names]
+
+
+def _under(base: Scenario, name: str) -> Scenario:
+    words, pad = [], None
+    for word in name.split():
+        found = _PAD.fullmatch(word)
+        if found is not None:
+            pad = int(found[1])
+        else:
+            words.append("kernels=batch-invariant" if word == "batch-invariant" else word)
+    # What a policy does not say is as plain as it can be, whatever the scenario had.
+    plain = {"schedule": "serial", "active": None, "row_budget": None}
+    try:
+        keys = parse_flags(" ".join(words))
+        changed = base.with_changes(**{**plain, **keys})
+        if pad is not None:
+            rule = PathRule(rows=f"..{pad - 1}" if pad > 1 else "1", path=f"pad:{pad}")
+            changed = replace(changed, kernels=replace(changed.kernels, rules=(*changed.kernels.rules, rule)))
+    except ScenarioError as error:
+        raise PolicyUnusable(
+            f"The policy {name!r} is none that this workload can have: {error} A policy is a schedule with scenario keys behind it, such as "
+            "serial, static:8, continuous:8, or continuous:8 layout=packed split_rows=4."
+        ) from None
+    return changed
