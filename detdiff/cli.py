@@ -708,6 +708,108 @@ def serve(
 
 
 @main.command()
+@click.argument("scenario", required=False, type=click.Path(path_type=Path))
+@click.option("--model", help="Instead of SCENARIO: builtin, a directory, a hub id or a server's address.")
+@engine_option("--set")
+@click.option(
+    "--set", "changes", metavar="KEY=VALUE", multiple=True, help="A key of the scenario for all policies."
+)
+@click.option(
+    "--policy",
+    "policies",
+    metavar="POLICY",
+    multiple=True,
+    help="Such as static:8, continuous:8 or 'continuous:8 layout=packed split_rows=4'; serial is always measured.",
+)
+@click.option(
+    "--requests",
+    metavar="N",
+    type=click.IntRange(1),
+    default=32,
+    show_default=True,
+    help="How many are drawn.",
+)
+@click.option(
+    "--prompt-lengths",
+    metavar="LENGTHS",
+    default="exponential:32",
+    show_default=True,
+    help="fixed:N, uniform:A-B or exponential:MEAN.",
+)
+@click.option(
+    "--answer-lengths",
+    metavar="LENGTHS",
+    default="exponential:16",
+    show_default=True,
+    help="The same for answers.",
+)
+@click.option(
+    "--arrivals",
+    default="at-once",
+    show_default=True,
+    help="at-once, poisson:RATE or gamma:RATE:BURSTINESS, in requests a forward.",
+)
+@file_option("--workload", "FILE", "Instead of drawn requests: a JSONL file of real ones.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of all that is drawn.")
+@click.option(
+    "--rounds", metavar="N", type=click.IntRange(1), default=3, show_default=True, help="Timed rounds."
+)
+@click.option(
+    "--simulate", is_flag=True, help="Only count: forwards, padding and memory, from lengths alone."
+)
+@click.option(
+    "--page",
+    metavar="POSITIONS",
+    type=click.IntRange(1),
+    default=16,
+    show_default=True,
+    help="Of a paged cache.",
+)
+@click.option(
+    "--budget", metavar="POSITIONS", type=click.IntRange(1), help="With --simulate: the cache's room."
+)
+@click.option(
+    "--goodput", metavar="NAME:MS", multiple=True, help="A limit that good requests keep: ttft, tpot or e2el."
+)
+@click.option(
+    "-o",
+    "--output",
+    "folder",
+    metavar="DIR",
+    type=click.Path(path_type=Path),
+    help="Write bench.json, bench.html, traces and the divergences into DIR.",
+)
+@import_option
+@json_option
+def bench(imports: tuple[str, ...], as_json: bool, changes: tuple[str, ...], **options: Any) -> None:
+    """Measure batching policies: what each costs, and what it does to the answers.
+
+    Every policy runs the same requests in rounds of changing order; beside its throughput and latency stand its answers
+    against serial's (identical, diverges without a flip, flips k of n), and the counts of forwards, padding and idle slots that
+    explain the figures.
+
+    Example: detdiff bench --model builtin --policy static:8 --policy continuous:8 -o measured
+    """
+    from detdiff.bench.figures import bench_json
+    from detdiff.commands.bench import BenchArguments, measured, written
+    from detdiff.report.bench import bench_text
+
+    _import(imports)
+    asked = BenchArguments(changes=_words(changes), **options)
+    shown = sys.stderr.isatty()
+
+    def progress(what: str, done: int, of: int) -> None:
+        if shown:
+            click.echo(f"\r{done} of {of}: {what}\033[K", nl=False, err=True)
+
+    found = measured(asked, progress)
+    if shown:
+        click.echo("\r\033[K", nl=False, err=True)
+    written(found, asked)
+    _answer(as_json, lambda: bench_json(found), lambda: bench_text(found, width=_width()))
+
+
+@main.command()
 @click.argument("target", required=False)
 @click.option("--model", help="Instead of TARGET: builtin, a directory or a hub id; each linear shape once.")
 @click.option("--site", help="With --model: this site alone, such as layers.0.mlp.down_proj.")

@@ -6,6 +6,7 @@ import random
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -96,16 +97,22 @@ def timed(engine: Engine, scenario: Scenario) -> TimedRun:
 
 
 def answers(
-    engine: Engine, found: Sequence[PolicyResult], workload: Workload, progress: Progress | None = None
+    engine: Engine,
+    found: Sequence[PolicyResult],
+    workload: Workload,
+    folder: Path | None = None,
+    progress: Progress | None = None,
 ) -> None:
-    """Record each policy once: what it answers beside the first, and its counts beside those simulated."""
-    with tempfile.TemporaryDirectory(prefix="detdiff-bench-") as folder:
+    """Record each policy once: what it answers beside the first, and its counts beside those simulated. The traces are kept in
+    ``folder``, by the policies' numbers."""
+    with ExitStack() as stack:
+        where = folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="detdiff-bench-")))
         baseline = None
         for number, result in enumerate(found):
             if progress is not None:
                 progress(f"recording {result.policy.name}", number, len(found))
             options = RunOptions(observe=0, durable=False)
-            trace = record(result.policy.scenario, Path(folder) / str(number), engine=engine, options=options)
+            trace = record(result.policy.scenario, where / str(number), engine=engine, options=options)
             forwards = recorded(trace)
             result.counts = Counts.of(forwards, result.policy.at_once, kernel_paths(trace))
             lengths = [(item.prompt_length, item.answer_length) for item in workload.items]

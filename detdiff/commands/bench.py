@@ -1,0 +1,193 @@
+"""The `bench` command: a workload, policies, their rounds, and what is written of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from detdiff.bench.counts import Counts, cache_memory
+from detdiff.bench.figures import Goodput, bench_json
+from detdiff.bench.measure import Measurement, PolicyResult, Progress, answers, measure
+from detdiff.bench.policies import DEFAULT, policies
+from detdiff.bench.simulate import simulate
+from detdiff.bench.workload import Lengths, Workload, drawn, read
+from detdiff.compare import series
+from detdiff.engines.base import Engine, chip
+from detdiff.engines.registry import open_engine
+from detdiff.errors import CommandError, PolicyUnusable
+from detdiff.report.bench import bench_html
+from detdiff.report.build import build
+from detdiff.report.html import write_html
+from detdiff.scenario import Request, Scenario
+from detdiff.trace import Trace
+
+
+@dataclass(frozen=True)
+class BenchArguments:
+    """The command's options."""
+
+    scenario: Path | None
+    model: str | None
+    engine: str | None
+    changes: str
+    policies: tuple[str, ...]
+    requests: int
+    prompt_lengths: str
+    answer_lengths: str
+    arrivals: str
+    workload: Path | None
+    seed: int
+    rounds: int
+    simulate: bool
+    page: int
+    budget: int | None
+    goodput: tuple[str, ...]
+    folder: Path | None
+
+
+def measured(asked: BenchArguments, progress: Progress | None = None) -> Measurement:
+    """Measure, or only simulate; an interrupted measurement keeps its rounds.
+
+    Raises CommandError for options that contradict one another, WorkloadUnusable, PolicyUnusable, and what running raises.
+    """
+    if (asked.scenario is None) == (asked.model is None):
+        raise CommandError("One of the two says what is measured: a SCENARIO file, or --model. Give either.")
+    _goodput(asked.goodput)
+    base = _base(asked)
+    engine = None if asked.simulate else open_engine(base)
+    workload = _workload(asked, engine)
+    scenario = _loaded(base, workload, engine, asked.seed)
+    found = [PolicyResult(policy) for policy in policies(scenario, asked.policies or DEFAULT)]
+    environment: dict[str, Any] = {
+        "date": datetime.now().strftime("%Y%m%d-%H%M%S"),
+        "chip": chip(),
+        "cores": os.cpu_count(),
+        "load": os.getloadavg()[0],
+        "load_after": os.getloadavg()[0],
+        **({} if engine is None else {"engine": engine.environment()}),
+    }
+    result = Measurement(workload, found, 0 if asked.simulate else asked.rounds, environment)
+    if engine is None:
+        _simulate(asked, found, workload)
+        result.finished = True
+        return result
+    folder = None if asked.folder is None else asked.folder / "traces"
+    try:
+        answers(engine, found, workload, folder, progress)
+        measure(engine, found, asked.rounds, seed=asked.seed, progress=progress)
+        result.finished = True
+    except KeyboardInterrupt:
+        if not any(each.runs for each in found):
+            raise
+    environment["load_after"] = os.getloadavg()[0]
+    return result
+
+
+def written(found: Measurement, asked: BenchArguments) -> Path | None:
+    """Write the JSON, the page and a page for each divergence into the folder that was asked for; the page's path."""
+    if asked.folder is None:
+        return None
+    asked.folder.mkdir(parents=True, exist_ok=True)
+    goodput = _goodput(asked.goodput)
+    text = json.dumps(bench_json(found, goodput), indent=1, allow_nan=False)
+    (asked.folder / "bench.json").write_text(text + "\n", encoding="utf-8")
+    links = {}
+    for number, result in enumerate(found.results):
+        traces = [asked.folder / "traces" / str(n) for n in (0, number)]
+        if (
+            result.divergence is not None
+            and not result.divergence.identical
+            and all(t.is_dir() for t in traces)
+        ):
+            name = f"divergence-{re.sub(r'[^A-Za-z0-9]+', '-', result.policy.name).strip('-')}.html"
+            a, b = (Trace.open(trace) for trace in traces)
+            write_html(
+                build(result.divergence, None, series(a, b, result.divergence), ""), asked.folder / name
+            )
+            links[result.policy.name] = name
+    page = asked.folder / "bench.html"
+    page.write_text(bench_html(found, links), encoding="utf-8")
+    return page
+
+
+def _simulate(asked: BenchArguments, found: Sequence[PolicyResult], workload: Workload) -> None:
+    lengths = [(item.prompt_length, item.answer_length) for item in workload.items]
+    for result in found:
+        try:
+            forwards = simulate(result.policy.scenario, workload)
+        except PolicyUnusable as error:
+            result.why = str(error)
+            continue
+        result.counts = Counts.of(forwards, result.policy.at_once)
+        result.memory = cache_memory(lengths, forwards, asked.page, asked.budget)
+
+
+def _base(asked: BenchArguments) -> Scenario:
+    """The scenario without its workload."""
+    if asked.scenario is not None:
+        base = Scenario.from_toml(asked.scenario)
+    else:
+        keys = {"model": asked.model, "request": [{"tokens": [0]}]}
+        base = Scenario.from_dict(
+            {**keys, **({} if asked.engine is None else {"engine": asked.engine})}, where="bench"
+        )
+    if asked.changes:
+        from detdiff.scenario import parse_flags
+
+        base = base.with_changes(**parse_flags(asked.changes))
+    return base
+
+
+def _workload(asked: BenchArguments, engine: Engine | None) -> Workload:
+    if asked.workload is not None:
+        encode = None if engine is None else lambda text: engine.encode(text, False)
+        return read(asked.workload, encode)
+    prompts, lengths = Lengths.parse(asked.prompt_lengths), Lengths.parse(asked.answer_lengths)
+    return drawn(asked.requests, prompts, lengths, asked.arrivals, asked.seed)
+
+
+def _loaded(base: Scenario, workload: Workload, engine: Engine | None, seed: int) -> Scenario:
+    """The scenario with the workload's requests; prompts that are not known are drawn."""
+    draw = random.Random(seed)
+    size = int(engine.identity.get("vocab_size") or 256) if engine is not None else 256
+    stops = set(getattr(engine, "stop_tokens", ()))
+    usable = [token for token in range(size) if token not in stops]
+    requests = []
+    for number, item in enumerate(workload.items):
+        tokens = item.prompt if isinstance(item.prompt, tuple) else None
+        if tokens is None:
+            tokens = tuple(draw.choice(usable) for _ in range(item.prompt_length))
+        arrival = round(item.arrival) if any(each.arrival for each in workload.items) else 0
+        requests.append(
+            Request(
+                id=f"r{number}",
+                tokens=tokens,
+                max_tokens=item.answer_length,
+                arrival=arrival,
+                ignore_stop=True,
+            )
+        )
+    from dataclasses import replace
+
+    return replace(
+        base, requests=tuple(requests), schedule=replace(base.schedule, kind="continuous", active=None)
+    )
+
+
+def _goodput(given: Sequence[str]) -> Goodput | None:
+    limits = {}
+    for each in given:
+        name, _, value = each.partition(":")
+        if name not in ("ttft", "tpot", "e2el") or not re.fullmatch(r"\d+(\.\d+)?", value):
+            raise CommandError(
+                f"--goodput is {each!r}; expected ttft:MS, tpot:MS or e2el:MS, milliseconds that a request has to keep. Correct it."
+            )
+        limits[name] = float(value)
+    return Goodput(**limits) if limits else None
