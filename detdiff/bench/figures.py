@@ -1,4 +1,4 @@
-"""Figures of timed runs, and the JSON of a measurement in the key names of ``vllm bench serve --save-result``.
+"""RunFigures of timed runs, and the JSON of a measurement in the key names of ``vllm bench serve --save-result``.
 
 The keys are those of vllm/benchmarks/serve.py (vLLM 0.20), so that notebooks that read its files read these.
 """
@@ -27,7 +27,7 @@ class Goodput:
 
 
 @dataclass(frozen=True)
-class Figures:
+class RunFigures:
     """Of one run. Times in milliseconds, by request (``itl`` by token): to the first token, between tokens after it, whole."""
 
     tokens: int
@@ -38,7 +38,7 @@ class Figures:
     e2el: tuple[float, ...]
 
     @classmethod
-    def of(cls, run: TimedRun) -> Figures:
+    def of(cls, run: TimedRun) -> RunFigures:
         """Requests without a token are left out."""
         pairs = [(came, each) for came, each in zip(run.came, run.tokens, strict=True) if each]
         return cls(
@@ -82,14 +82,14 @@ class Spread:
 
 def throughput(result: PolicyResult) -> Spread | None:
     """Tokens a second over rounds; None where nothing was measured."""
-    values = [Figures.of(run).throughput for run in result.runs]
+    values = [RunFigures.of(run).throughput for run in result.runs]
     return Spread.of(values) if values else None
 
 
 def factor(result: PolicyResult, baseline: PolicyResult) -> Spread | None:
     """Throughput over that of ``baseline`` in the same round."""
     pairs = zip(result.runs, baseline.runs, strict=False)
-    values = [Figures.of(a).throughput / Figures.of(b).throughput for a, b in pairs]
+    values = [RunFigures.of(a).throughput / RunFigures.of(b).throughput for a, b in pairs]
     return Spread.of(values) if values else None
 
 
@@ -100,9 +100,9 @@ def vllm_json(
     percentiles: Sequence[int] = (99,),
 ) -> dict[str, Any]:
     """One policy as vLLM writes a result; the round with the median throughput, so that its lists belong together."""
-    ranked = sorted(result.runs, key=lambda run: Figures.of(run).throughput)
+    ranked = sorted(result.runs, key=lambda run: RunFigures.of(run).throughput)
     run = ranked[len(ranked) // 2]
-    figures = Figures.of(run)
+    figures = RunFigures.of(run)
     items = measured.workload.items
     scenario = result.policy.scenario
     input_tokens = sum(item.prompt_length for item in items)

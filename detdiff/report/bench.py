@@ -7,7 +7,7 @@ from typing import Final
 
 import numpy as np
 
-from detdiff.bench.figures import Figures, Spread, factor, throughput
+from detdiff.bench.figures import RunFigures, Spread, factor, throughput
 from detdiff.bench.measure import Measurement, PolicyResult
 
 from .document import Block, Item, Prose, Table
@@ -131,7 +131,7 @@ def _spread(found: Spread | None, form: str = ".1f") -> str:
 
 
 def _measured_row(result: PolicyResult, baseline: PolicyResult) -> tuple[str, ...]:
-    runs = [Figures.of(run) for run in result.runs]
+    runs = [RunFigures.of(run) for run in result.runs]
     pooled = {name: [x for each in runs for x in getattr(each, name)] for name in ("ttft", "tpot", "itl")}
     return (
         escaped(result.policy.name),
@@ -208,7 +208,7 @@ def latency_svg(measured: Measurement) -> str:
     names = (("ttft", "to the first token"), ("tpot", "per token after it"), ("itl", "between two tokens"))
     found: list[tuple[PolicyResult, list[tuple[float, float]]]] = []
     for result in results:
-        runs = [Figures.of(run) for run in result.runs]
+        runs = [RunFigures.of(run) for run in result.runs]
         pairs = []
         for name, _ in names:
             values = [x for each in runs for x in getattr(each, name)] or [0.0]
