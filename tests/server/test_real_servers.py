@@ -1,112 +1,25 @@
-"""Real servers on free loopback ports, each in a process that the tests end: llama.cpp's of xllamacpp, and mlx_lm.server."""
+"""Real servers: each passes the same tests of a client, and what is known of llama.cpp's and mlx_lm.server shows."""
 
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
-import time
-import urllib.request
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from command_line import run
+from real_servers import SERVERS, llama_server, mlx_server
 
-from detdiff import Scenario, Trace, record
+from detdiff import Scenario, Trace, compare, record
 from detdiff.commands.inside import local
 from detdiff.engines.llama_cpp.known_model import KnownModel
 from detdiff.engines.registry import open_engine
 from detdiff.explain.inside import ANOTHER_MODEL, look_inside
 
-LLAMA = """
-import os, sys
-import xllamacpp
-params = xllamacpp.CommonParams()
-params.model.path = sys.argv[1]
-params.hostnames, params.port = ["127.0.0.1"], 0
-params.n_parallel, params.n_ctx, params.cache_ram_mib, params.n_threads_http = 8, 2048, 0, 12
-params.warmup = params.ui = False
-params.endpoint_metrics = True
-params.verbosity = 0
-params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
-server = xllamacpp.Server(params)
-print(server.listening_address, flush=True)
-# It ends with the process that started it.
-sys.stdin.read()
-os._exit(0)
-"""
 TEXTS = [
     "The capital of France is", "def add(a, b):", "Once upon a time there was a king who", "Water boils at",
     "My son, do not forget", "In the beginning", "Two and two are", "The cat sat on the",
 ]  # fmt: skip
-
-
-@contextmanager
-def process(words: Sequence[str], **how: Any) -> Iterator[subprocess.Popen[str]]:
-    """A process of its own, ended by its id whatever happens."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(words, env=environment, text=True, **how) as started:
-        try:
-            yield started
-        finally:
-            started.kill()
-
-
-@contextmanager
-def llama_server(model: Path) -> Iterator[str]:
-    """llama.cpp's server with eight slots; skipped without its library, failed on CI."""
-    if not _installed("xllamacpp"):
-        if os.environ.get("CI"):
-            pytest.fail("xllamacpp is not installed")
-        pytest.skip("xllamacpp is not installed; the extra llama has it")
-    words = [sys.executable, "-c", LLAMA, str(model)]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    with process(words, **pipes) as started:
-        assert started.stdout is not None
-        address = started.stdout.readline().strip()
-        assert address.startswith("http://127.0.0.1:"), "llama.cpp's server did not start"
-        yield address
-
-
-def _installed(name: str) -> bool:
-    from importlib.util import find_spec
-
-    return find_spec(name) is not None
-
-
-@contextmanager
-def mlx_server(model: Path) -> Iterator[str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    words = [
-        sys.executable,
-        "-m",
-        "mlx_lm",
-        "server",
-        "--model",
-        str(model),
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
-    ]
-    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    with process(words, **pipes) as started:
-        address = f"http://127.0.0.1:{port}"
-        for _ in range(600):
-            assert started.poll() is None, "mlx_lm.server did not start"
-            try:
-                urllib.request.urlopen(f"{address}/health", timeout=5).read()
-                break
-            except OSError:
-                time.sleep(0.1)
-        yield address
 
 
 def summary(address: str, folder: Path, *more: str, texts: int = 8) -> tuple[int, dict[str, Any]]:
@@ -195,3 +108,38 @@ def test_mlx_lm_server_gives_each_request_the_same_alone_and_together(
     assert code == 0 and arm["differing"] == 0 and arm["numbers"] == 16 and arm["most"] >= 2
     assert any("names another token than the one it sent" in note for note in found["notes"])
     assert any("cannot be switched off" in note for note in found["notes"])
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", SERVERS)
+def test_each_server_passes_the_same_tests(tmp_path: Path, name: str) -> None:
+    """One by one a server repeats itself; what was sent together met, or is no comparison; values and ids are there or said to lack."""
+    server = SERVERS[name]
+    (tmp_path / "model").mkdir()
+    with server.start(server.model(tmp_path / "model")) as address:
+
+        def recorded(what: str, flags: str) -> Trace:
+            asked = Scenario.from_flags(f"{address}/v1", TEXTS, f"max_tokens=24 top=5 {flags}")
+            return record(asked, tmp_path / what)
+
+        alone, again = recorded("alone", "serial"), recorded("again", "serial")
+        for number in range(4):
+            together = recorded(f"together{number}", "static")
+            if together.header["server"]["met"]:
+                break
+        later = recorded("later", "continuous engine.rate=40")
+        chat = recorded("chat", "chat static") if server.chat else None
+        code, found = summary(address, tmp_path, "--both", "max_tokens=8 top=5")
+    assert alone.header["model"]["server"] == server.kind
+    assert compare(alone, again).identical, "it does not repeat itself"
+    assert together.header["server"]["met"] and together.header["times"]["together"]["interleaved"] > 0
+    assert not compare(alone, together).inconclusive
+    for trace in (alone, together, later, *([chat] if chat else ())):
+        assert trace.complete and ("logits" in trace.lacks) == (not server.values)
+        assert set(trace.generated(lens=False).request.tolist()) == set(range(len(TEXTS)))
+        assert trace.header["server"]["token_ids"] == server.ids
+    first = [times[0] for times in later.header["times"]["requests"].values()]
+    assert max(first) - min(first) > 0.02
+    (arm,) = found["arms"]
+    assert found["repeats"][0]["differing"] == 0
+    assert code == (1 if arm["differing"] else 0 if arm["met"] else 3)
