@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 import detdiff
 from detdiff.engines.live import LiveRun
-from detdiff.errors import DetdiffError
+from detdiff.errors import DetdiffError, words_of
 from detdiff.scenario import Request, Scenario
 
 from .driver import Accepted, Driver, News, ServedRequest
@@ -114,9 +114,9 @@ class ModelServer:
 
     async def _health(self, _: HttpRequest) -> Response:
         if not self.driver.alive:
-            raise ApiRefused(
-                f"The model does not run any more: {self.driver.failure}. Start the server again.", status=503
-            )
+            failed = self.driver.failure
+            why = "the server has stopped" if failed is None else words_of(failed)
+            raise ApiRefused(f"The model does not run any more: {why}. Start the server again.", status=503)
         return _json({"status": "stopping" if self.driver.stopping else "ok"})
 
     async def _metrics(self, _: HttpRequest) -> Response:

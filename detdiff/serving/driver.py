@@ -11,7 +11,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from detdiff.engines.live import LiveRun, LiveToken
-from detdiff.errors import DetdiffError
+from detdiff.errors import DetdiffError, words_of
 from detdiff.scenario import Request
 
 from .reading import ApiRefused
@@ -123,8 +123,10 @@ class Driver:
         except BaseException as error:
             self.failure = error
         finally:
-            words = "the server has stopped" if self.failure is None else f"the server failed: {self.failure}"
-            self._give_up(f"{words[:1].upper()}{words[1:]}")
+            failed = self.failure
+            self._give_up(
+                "The server has stopped" if failed is None else f"The server failed: {words_of(failed)}"
+            )
 
     def _turn(self) -> bool:
         """Take what came, run a forward; False where it is time to end."""

@@ -97,15 +97,13 @@ class RunningServer(uvicorn.Server):
 def _listening(host: str, port: int) -> socket.socket:
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        found = socket.socket(family, socket.SOCK_STREAM)
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.bind((host, port))
+        # It listens from now on: who comes before the first answer can be given waits.
+        return socket.create_server((host, port), family=family)
     except (OSError, OverflowError) as error:
         raise ServeFailed(
             f"{host} port {port} cannot be listened on ({getattr(error, 'strerror', None) or error}); expected a free port of this "
             "machine. Say another with --port, or 0 for any that is free."
         ) from None
-    return found
 
 
 @contextlib.contextmanager

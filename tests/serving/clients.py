@@ -75,7 +75,7 @@ def served(
     options = ServeOptions(port=0, bounds=ServerBounds(**bounds), trace=trace, grace=grace)
     with (
         serving(engine, scenario, options) as server,
-        httpx2.Client(timeout=60, transport=httpx2.HTTPTransport(retries=8)) as http,
+        httpx2.Client(timeout=60) as http,
     ):
         yield Served(server, http)
 

@@ -7,7 +7,7 @@ stands in the trace's scenario with as many tokens as it had, which gives the sa
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -60,7 +60,6 @@ class PackedLive:
         self._ids: dict[int, str] = {}
         self._count = 0
         self._requests: list[Request] = []
-        self._kept: dict[int, Collection[int] | None] = {}
         self._writer: TraceWriter | None = None
         self._recorder: Recorder | None = None
         self._seen: FirstLogits | None = None
@@ -75,7 +74,7 @@ class PackedLive:
         head["scenario"].pop("request")
         lens = self._sessions.lens() if scenario.capture.lens else None
         full = scenario.capture.level == "full"
-        values = Selection(frozenset(session.sites.ports.values()), self._kept) if full else None
+        values = Selection(frozenset(session.sites.ports.values()), None) if full else None
         settings = RecordingSettings(scenario.capture, [], [], self._text, {TARGET: values}, lens)
         self._settings = settings
         self._writer = self._stack.enter_context(TraceWriter(path, head))
@@ -104,8 +103,7 @@ class PackedLive:
 
     @property
     def active(self) -> int:
-        self._release()
-        return len(self._packed.active)
+        return sum(not work.finished for work in self._packed.active)
 
     def encode(self, text: str) -> list[int]:
         return encode(self._loaded, text, False)
@@ -114,7 +112,8 @@ class PackedLive:
         return encode_messages(self._loaded, messages)
 
     def decode(self, tokens: Sequence[int], special: bool) -> str:
-        return str(self._loaded.tokenizer.decode(list(tokens), skip_special_tokens=not special))
+        told = {} if special else {"skip_special_tokens": True}
+        return str(self._loaded.tokenizer.decode(list(tokens), **told))
 
     def _text(self, token: int) -> str:
         return self.decode([token], True)
@@ -148,8 +147,6 @@ class PackedLive:
             self._writer.request(request_header(request, work.prompt), told)
             self._settings.request_ids.append(request.id)
             self._settings.prompt_lengths.append(len(work.prompt))
-            if self._scenario.capture.level == "full":
-                self._kept[work.index] = None
         self._packed.admit(work)
         return work.done
 
@@ -204,7 +201,6 @@ class PackedLive:
         del self._works[work.id], self._ids[work.index]
         self._leaving.discard(work.id)
         self._top.pop(work.id, None)
-        self._kept.pop(work.index, None)
         if self._recorder is not None:
             asked = self._requests[work.index]
             self._requests[work.index] = replace(asked, max_tokens=work.max_tokens, cancel=work.cancel)
@@ -221,12 +217,11 @@ class PackedLive:
         writer, recorder, seen = self._writer, self._recorder, self._seen
         if writer is None or recorder is None or seen is None:
             return
-        self._release()
         for request in list(self._works):
             self.end(request, cancelled=True)
         while self.active:
             self.step()
-        recorder.finish()
+        self.idle()
         self._taps.close()
         seconds = time.perf_counter() - self._clock
         more: dict[str, Any] = {"observer": {"forwards": 0, "equal": None}}

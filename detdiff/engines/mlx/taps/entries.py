@@ -73,10 +73,11 @@ class Source:
 
 @dataclass(frozen=True)
 class Selection:
-    """Which values a capture keeps: ports, and positions per request index (None: all of that request's)."""
+    """Which values a capture keeps: ports, and positions per request index (None: all of that request's; None instead of all
+    of them: of every request, whichever come)."""
 
     ports: frozenset[int]
-    positions: Mapping[int, Collection[int] | None]
+    positions: Mapping[int, Collection[int] | None] | None
 
     @classmethod
     def of(
@@ -128,6 +129,8 @@ class Selection:
 
     def rows(self, table: ForwardRows) -> NDArray[np.bool_]:
         """The rows of a forward whose values are kept, bool [n]."""
+        if self.positions is None:
+            return np.ones(len(table.request), bool)
         keep = np.zeros(len(table.request), bool)
         for request, where in self.positions.items():
             mine = table.request == request
