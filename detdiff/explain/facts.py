@@ -292,6 +292,18 @@ class Facts:
         return tuple(f"{key} {mine} and {theirs}" for key, mine, theirs in asked if mine != theirs)
 
     @property
+    def sizes(self) -> tuple[int | None, ...]:
+        """How many positions the caches of a and of b keep (None: all), where that differs and no origin is before the first that
+        goes; empty elsewhere."""
+        if self.divergence is None:
+            return ()
+        runs = (self.divergence.a, self.divergence.b)
+        found = tuple(run.scenario.get("max_kv_size") for run in runs)
+        least = min((size for size in found if size is not None), default=0)
+        early = any(r.origin is not None and r.origin.position < least for r in self.diverged)
+        return () if found[0] == found[1] or early or not self.diverged else found
+
+    @property
     def asked_otherwise(self) -> tuple[Finding, ...]:
         """Requests whose sampling or limits differ between the sides."""
         if self.divergence is None:

@@ -308,7 +308,10 @@ RULES: Final[tuple[VerdictRule, ...]] = (
         "the sides were asked for caches quantised otherwise; or every digest up to a flip is bit-equal and the request's "
         "sampling or limits differ",
         "configuration",
-        lambda facts: bool(facts.settings) or (bool(facts.chosen_otherwise) and bool(facts.asked_otherwise)),
+        lambda facts: (
+            bool(facts.settings)
+            or (bool(facts.chosen_otherwise or facts.processed_otherwise) and bool(facts.asked_otherwise))
+        ),
         sentences.say_asked_otherwise,
         ("settings",),
         sentences.advise_configuration,
@@ -352,6 +355,21 @@ RULES: Final[tuple[VerdictRule, ...]] = (
         ("quantised", "configuration", "repeat"),
         sentences.advise_configuration,
         stops=("repeat", "configuration"),
+    ),
+    VerdictRule(
+        "cache-size",
+        "the runs keep different numbers of positions in their caches, no origin is before the first that goes, a repeat is equal, and "
+        "with caches that keep all nothing differs",
+        "configuration",
+        lambda facts: (
+            bool(facts.sizes)
+            and facts.result("cache_size") == "removed"
+            and facts.result("repeat") == "equal"
+        ),
+        sentences.say_cache_size,
+        ("cache_size", "origin", "repeat"),
+        sentences.advise_configuration,
+        stops=("repeat", "cache_size"),
     ),
     VerdictRule(
         "leak",

@@ -207,6 +207,14 @@ def advise_choices(facts: Facts) -> str:
     return "Look at how each request's sampler, its settings and its generator are kept beside the other requests'."
 
 
+def say_cache_size(facts: Facts) -> str:
+    kept = ["all positions" if size is None else f"{size:,} positions" for size in facts.sizes]
+    return (
+        f"A difference of configuration: the caches keep {kept[0]} in a and {kept[1]} in b (max_kv_size), and no row differs before one "
+        f"has gone. {_said(facts, 'cache_size')}"
+    )
+
+
 def say_adapter_outside(facts: Facts) -> str:
     return f"Not rounding: {_said(facts, 'adapters')}"
 

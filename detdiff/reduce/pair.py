@@ -156,7 +156,14 @@ _OF_REQUESTS: Final = ("temperature", "top_p", "seed", "ignore_stop")
 def plain(scenario: Scenario, tokens: Mapping[str, Sequence[int]]) -> Scenario:
     """A scenario with prompts as token ids and without what only says how much is written."""
     requests = tuple(
-        replace(request, prompt=None, chat=False, tokens=tuple(tokens[request.id]))
+        replace(
+            request,
+            prompt=None,
+            messages=None,
+            chat=False,
+            chat_template_args={},
+            tokens=tuple(tokens[request.id]),
+        )
         for request in scenario.requests
     )
     capture = type(scenario.capture)(digest=scenario.capture.digest, memory_mb=scenario.capture.memory_mb)

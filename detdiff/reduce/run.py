@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from detdiff.engines.mlx.engine import environment
-from detdiff.engines.mlx.model import LoadedModel, encode
+from detdiff.engines.mlx.model import LoadedModel, encode, encode_messages
 from detdiff.engines.mlx.model_directory import RANDOM, layers_of
 from detdiff.engines.mlx.serve import Models
 from detdiff.engines.registry import DEFAULT
 from detdiff.errors import NothingToReduce, ReductionError
 from detdiff.explain.case import opened_run, scenario_of
-from detdiff.scenario import Scenario
+from detdiff.scenario import Request, Scenario
 from detdiff.trace import Trace
 
 from .pair import Candidate, dropped, plain
@@ -109,12 +109,18 @@ def _started(trials: CandidateTrials, start: Candidate, step: Any, options: Redu
 
 
 def _refuse_unreduced(scenarios: list[Scenario]) -> None:
-    """Raises ReductionError for what another engine than MLX ran, and for later turns."""
+    """Raises ReductionError for what another engine than MLX ran, for adapters, and for later turns."""
     other = next((each.engine for each in scenarios if each.engine != DEFAULT), None)
     if other is not None:
         raise ReductionError(
             f"The runs are those of the engine {other}; expected mlx, which runs every smaller pair. Take requests and settings out of the "
             "scenarios by hand, and compare them with `detdiff compare`."
+        )
+    adapter = next((each.adapter_path for each in scenarios if each.adapter_path is not None), None)
+    if adapter is not None:
+        raise ReductionError(
+            f"A side has the adapter {adapter!r}; expected none, as smaller models and random weights have no layers of it. Fuse it "
+            "into the model, or reduce without it."
         )
     turn = next((each.id for one in scenarios for each in one.requests if each.turn is not None), None)
     if turn is not None:
@@ -138,13 +144,15 @@ def _models(scenarios: list[Scenario], loaded: LoadedModel | None, draft: Loaded
 def _plain(run: Trace | Scenario, asked: Scenario, models: Models) -> Scenario:
     if isinstance(run, Trace):
         return plain(asked, {each["id"]: each["tokens"] for each in run.requests})
-    tokens = {
-        each.id: each.tokens
-        if each.tokens is not None
-        else tuple(encode(models.target, each.prompt or "", each.chat))
-        for each in asked.requests
-    }
-    return plain(asked, tokens)
+    return plain(asked, {each.id: _prompt(each, models.target) for each in asked.requests})
+
+
+def _prompt(request: Request, loaded: LoadedModel) -> tuple[int, ...]:
+    if request.tokens is not None:
+        return request.tokens
+    if request.messages is not None:
+        return tuple(encode_messages(loaded, request.messages, arguments=request.chat_template_args))
+    return tuple(encode(loaded, request.prompt or "", request.chat, request.chat_template_args))
 
 
 def _case(start: Candidate, models: Models, options: ReduceOptions) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any, Final
 from detdiff.compare import Composition, Magnitude, Origin
 from detdiff.scenario import PathRule, Schedule
 from detdiff.scenario.keys import TABLE
+from detdiff.scenario.sampling import PROCESSORS
 
 LONGEST = 80  # characters of a text that are shown
 NAME, SENTENCE = 200, 4_000  # characters of a name, and of a sentence that may hold some
@@ -161,6 +162,9 @@ _OF_REQUESTS: Final[Mapping[str, Any]] = {
     "temperature": 0.0,
     "top_p": 1.0,
     "seed": 0,
+    **{key.name: None for key in TABLE["Request sampling"]},
+    "chat_template_args": None,
+    "stop": None,
 }
 """What a request may be asked for beside its prompt, and what it is where nothing is asked."""
 _DECISIVE = tuple(
@@ -177,14 +181,19 @@ def asked(scenario: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 
 
 def sampling(request: Mapping[str, Any]) -> str | None:
-    """``sampled at temperature 0.8, top_p 1, seed 0``; None for a greedy request, or where nothing says."""
+    """``sampled at temperature 0.8, top_p 1, seed 0``, or ``greedy with logit_bias ...``; None for a greedy request without
+    processors, or where nothing says."""
     temperature = request.get("temperature")
-    if not isinstance(temperature, int | float) or temperature <= 0:
+    if not isinstance(temperature, int | float):
         return None
-    known = [
-        f"{name} {_plain(request[name])}" for name in ("temperature", "top_p", "seed") if name in request
-    ]
-    return f"sampled at {', '.join(known)}"
+    drawn = temperature > 0
+    names = (
+        ("temperature", "top_p", "seed", *(key.name for key in TABLE["Request sampling"]))
+        if drawn
+        else PROCESSORS
+    )
+    known = [f"{name} {_plain(request[name])}" for name in names if name in request]
+    return f"{'sampled at' if drawn else 'greedy with'} {', '.join(known)}" if known else None
 
 
 def rules(scenario: Mapping[str, Any]) -> list[str]:
@@ -223,6 +232,8 @@ def _values(values: Sequence[Any]) -> str:
 def decisive(scenario: Mapping[str, Any]) -> Iterator[str]:
     """What decides a run, one setting each; a setting that does nothing is left out."""
     yield from _engine(scenario.get("engine"))
+    if "adapter_path" in scenario:
+        yield f"adapter_path {named(str(scenario['adapter_path']))}"
     for key in _DECISIVE:
         if key in scenario and not (key == "prefill_chunk" and scenario[key] == Schedule.prefill_chunk):
             yield f"{key} {named(str(scenario[key]))}"
@@ -256,6 +267,8 @@ def _sampled(requests: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _plain(value: Any) -> str:
+    if value is None:
+        return "-"
     return f"{value:g}" if isinstance(value, float) else named(str(value))
 
 

@@ -16,7 +16,8 @@ from detdiff import Scenario
 from detdiff.compare import compare
 from detdiff.engines.mlx.engine import record
 from detdiff.engines.mlx.model import builtin_path, load
-from detdiff.errors import AdapterInvalid, ScenarioConflict
+from detdiff.errors import AdapterInvalid, ReductionError, ScenarioConflict
+from detdiff.reduce import reduce
 from detdiff.scenario.keys import parse_flags
 
 
@@ -110,3 +111,9 @@ def test_an_adapter_is_left_out_of_turns_that_say_so(dora: bool, tmp_path: Path)
 def test_requests_with_and_without_an_adapter_are_not_batched() -> None:
     with pytest.raises(ScenarioConflict, match="use_adapter is not the same in all requests"):
         talk(schedule="static")
+
+
+def test_a_case_with_an_adapter_is_not_reduced(folder: Path, tmp_path: Path) -> None:
+    asked = Scenario.from_flags("builtin", ["a"], f"max_tokens=2 adapter_path={folder}")
+    with pytest.raises(ReductionError, match="Fuse it into the model"):
+        reduce(asked, asked, folder=tmp_path / "smaller")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -10,8 +11,10 @@ import pytest
 from mlx_lm.generate import BatchGenerator, generate_step, make_stop_sequences
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from runs import QUIET, Runs, model, patched, prompts, scenario
+from tiny import TinyTokenizer
 
 from detdiff.engines.mlx.engine import generate
+from detdiff.engines.mlx.requests import prepare
 from detdiff.errors import EngineRefuses, TokenOutOfRange
 from detdiff.scenario import Scenario
 from detdiff.trace import digest_rows
@@ -161,6 +164,39 @@ def test_a_rotating_cache_of_a_size_is_mlx_lms(runs: Runs) -> None:
         "max_kv_size has no effect" in note for note in runs.record(model("llama"), small).header["notes"]
     )
     assert not runs.record(of, small).header["notes"]
+
+
+class ChatTokenizer(TinyTokenizer):
+    """Lays messages out as text, and says in it what the template was given beside."""
+
+    has_chat_template = True
+
+    def apply_chat_template(self, messages: list[dict[str, Any]], **arguments: Any) -> list[int]:
+        text = "".join(f"<{each['role']}>{each['content']}" for each in messages)
+        return self.encode(f"{text}{sorted(arguments.items())}")
+
+
+def test_messages_go_through_the_template_with_its_arguments() -> None:
+    of = replace(model("llama"), tokenizer=ChatTokenizer())
+    turns = [
+        {"role": "system", "content": "a"},
+        {"role": "user", "content": "b"},
+        {"role": "assistant", "content": "c"},
+    ]
+
+    def prompt(**request: Any) -> tuple[int, ...]:
+        return prepare(Scenario.from_dict({"model": "m", "request": [request]}), of)[0].prompt
+
+    def laid(text: str) -> tuple[int, ...]:
+        return tuple(of.tokenizer.encode(text))
+
+    plain = "[('add_generation_prompt', True)]"
+    assert prompt(messages=turns) == laid(f"<system>a<user>b<assistant>c{plain}")
+    given = {"enable_thinking": False, "add_generation_prompt": False}
+    told = "[('add_generation_prompt', False), ('enable_thinking', False)]"
+    assert prompt(messages=turns[:2], chat_template_args=given) == laid(f"<system>a<user>b{told}")
+    assert prompt(prompt="b", chat=True, chat_template_args=given) == laid(f"<user>b{told}")
+    assert prompt(prompt="b", chat=True) == prompt(messages=turns[1:2])
 
 
 def test_what_the_vocabulary_has_not_is_refused() -> None:

@@ -296,3 +296,13 @@ def test_a_drawn_token_is_explained_on_the_command_line(
     answer = json.loads(done.stdout)
     assert done.exit_code == 1, done.output
     assert done.exit_code == 1 and (answer["verdict"], answer["rule"]) == ("bug", "choices"), done.output
+
+
+def test_a_report_says_how_tokens_were_chosen() -> None:
+    asked = scenario(temperature=0.5, top_k=3, sampler="mlx-lm", lengths=(2, 3), max_tokens=2)
+    verdict = explained(asked, asked.with_changes(schedule="static"))
+    assert "sampler mlx-lm, top_k 3" in str(verdict.divergence)
+    greedy = scenario(logit_bias={"5": 2}, lengths=(2, 3), max_tokens=2)
+    assert "greedy with logit_bias" in str(
+        explained(greedy, greedy.with_changes(schedule="static")).divergence
+    )

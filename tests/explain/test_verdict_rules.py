@@ -55,6 +55,16 @@ def quantised(**results: str) -> Facts:
     return facts(found(read(), QUANTISE), QUANTISED, **{"configuration": "removed", **results})
 
 
+def sized(**results: str) -> Facts:
+    run = replace(read().b, scenario={**read().b.scenario, "max_kv_size": 5})
+    origins = [
+        each if each.origin is None else replace(each, origin=replace(each.origin, position=9))
+        for each in read().requests
+    ]
+    whole = replace(read(), b=run, requests=tuple(origins))
+    return facts(whole, **{"cache_size": "removed", **results})
+
+
 def served() -> Divergence:
     """The same, of answers of a server."""
     runs = {
@@ -179,6 +189,7 @@ CASES: dict[str, tuple[Callable[[], Facts], Callable[[], Facts]]] = {
     ),
     "sampling": (lambda: facts(chosen()), lambda: facts(diverged())),
     "quantised": (quantised, lambda: quantised(configuration="remains")),
+    "cache-size": (sized, lambda: sized(cache_size="remains")),
     "leak": (lambda: facts(neighbour_content="differs"), lambda: facts(neighbour_content="equal")),
     "padding": (lambda: facts(padding="differs"), lambda: facts(padding="equal")),
     "another-answer": (
