@@ -137,7 +137,7 @@ def check_nondeterminism(trial: Trial, verdict: Verdict) -> None:
 
 
 def check_sampling(trial: Trial, verdict: Verdict) -> None:
-    assert verdict.rule == "sampling" and "not the model" in verdict.sentence
+    assert verdict.rule == "choices" and "not the model" in verdict.sentence
 
 
 def check_nothing(trial: Trial, verdict: Verdict) -> None:

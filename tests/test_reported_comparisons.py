@@ -1,0 +1,226 @@
+"""Kinds of what people reported that ``compare`` answers: one answer from the command line and from Python, and a healthy twin."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import mlx.core as mx
+import pytest
+from command_line import run
+from test_reported_kinds import LLAMA, SMALL, directory
+from tiers import some_now
+
+import detdiff
+from detdiff import Scenario
+from detdiff.report.json import to_json
+
+Answer = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The flags of both sides, of a and of b; ``more`` are options of compare by their Python names."""
+
+    both: str
+    a: str
+    b: str
+    model: str = ""
+    more: dict[str, bool] = field(default_factory=dict)
+
+    def command_line(self) -> Answer:
+        model = ["--model", self.model] if self.model else []
+        options = [f"--{name.replace('_', '-')}" for name, value in self.more.items() if value]
+        sides = "--both", self.both, "--a", self.a, "--b", self.b
+        found = run("compare", *model, *sides, *options, "--json")
+        assert found.exit_code in (0, 1, 3), found.output
+        answer: Answer = json.loads(found.stdout)
+        return answer
+
+    def python(self, folder: Path) -> Answer:
+        sides = []
+        for name, own in (("a", self.a), ("b", self.b)):
+            scenario = Scenario.from_flags(self.model or None, (), f"{self.both} {own}")
+            sides.append(detdiff.record(scenario, folder / name))
+        # A trace beside a path of one is a comparison as well.
+        return to_json(detdiff.compare(sides[0], folder / "b", **self.more))
+
+
+@dataclass(frozen=True)
+class Kind:
+    """``ask`` makes the question, with its cause where it is ``ill``; ``right`` holds of that answer."""
+
+    name: str
+    ask: Callable[[Path, pytest.MonkeyPatch, bool], Asked]
+    right: Callable[[Answer], bool]
+
+
+ENGINE = """
+import numpy as np
+from detdiff.engines.function import Generation, Tap
+
+class Engine:
+    name, vocab_size = "made", 64
+
+    def __init__(self, model=None, settings=None):
+        self.settings = dict(settings or {})
+
+    def generate(self, requests, schedule):
+        on, found = self.settings.get("on", False), []
+        for each in requests:
+            tokens, taps, scores, top = [7, 8], {}, [-0.5, -1.5], None
+            x = np.arange(len(each.tokens) + 1, dtype=np.float32)[:, None]
+BODY
+            found.append(Generation(tokens, log_probabilities=np.float32(scores), taps=taps, top=top))
+        return found
+"""
+
+
+def engine(folder: Path, patch: pytest.MonkeyPatch, name: str, body: str) -> str:
+    lines = "\n".join(" " * 12 + line for line in body.splitlines())
+    (folder / f"{name}.py").write_text(ENGINE.replace("BODY", lines))
+    patch.chdir(folder)
+    patch.syspath_prepend(str(folder))
+    patch.delitem(sys.modules, name, raising=False)
+    return f"tokens=1,2,3 max_tokens=2 engine={name}:Engine"
+
+
+def a_setting(body: str) -> Callable[[Path, pytest.MonkeyPatch, bool], Asked]:
+    """Two settings of one engine, of which the second does what ``body`` says where it is on."""
+    name = f"made_{crc32(body.encode())}"
+
+    def ask(folder: Path, patch: pytest.MonkeyPatch, ill: bool) -> Asked:
+        on = "true" if ill else "false"
+        return Asked(engine(folder, patch, name, body), "engine.on=false", f"engine.on={on}", "m")
+
+    return ask
+
+
+LLAMA4 = {
+    "model_type": "llama4", "text_config": {
+        **SMALL, "num_hidden_layers": 4, "attention_bias": False, "attention_chunk_size": 4, "head_dim": 16, "interleave_moe_layer_step": 2,
+        "intermediate_size": 64, "intermediate_size_mlp": 128, "model_type": "llama4_text", "num_experts_per_tok": 1,
+        "num_local_experts": 4, "rope_scaling": None, "use_qk_norm": True,
+    },
+}  # fmt: skip
+
+
+def a_chunked_cache(folder: Path, patch: pytest.MonkeyPatch, ill: bool) -> Asked:
+    from mlx_lm.models.cache import ChunkedKVCache
+
+    sound = ChunkedKVCache.update_and_fetch
+
+    def lossy(self: Any, keys: mx.array, values: mx.array) -> Any:
+        if self.offset == 6:
+            self.keys[:, 1, 5 - self.start_position] = 0
+        return sound(self, keys, values)
+
+    if ill:
+        patch.setattr(ChunkedKVCache, "update_and_fetch", lossy)
+    both = "tokens=1,2,3,4,5,6,7,8,9 max_tokens=1"
+    return Asked(both, "prefill_chunk=2048", "prefill_chunk=2", directory(folder / "llama4", LLAMA4))
+
+
+def a_cache_quantised_whole(folder: Path, patch: pytest.MonkeyPatch, ill: bool) -> Asked:
+    b = "kv_bits=8 kv_group_size=32" if ill else "prefill_chunk=4"
+    wide = {**LLAMA, "hidden_size": 64, "num_hidden_layers": 2}
+    tokens = ",".join(map(str, range(1, 12)))
+    return Asked(f"tokens={tokens} max_tokens=4", "prefill_chunk=2048", b, directory(folder / "llama", wide))
+
+
+def other_weights(folder: Path, patch: pytest.MonkeyPatch, ill: bool) -> Asked:
+    one, two = (
+        directory(folder / "one", LLAMA),
+        directory(folder / "two", LLAMA, "bfloat16" if ill else "float32"),
+    )
+    return Asked("tokens=1,2,3 max_tokens=2", f"model={one}", f"model={two}", more={"across_models": True})
+
+
+def request(answer: Answer) -> Answer:
+    (found,) = answer["requests"]
+    return dict(found)
+
+
+KINDS = (
+    Kind(
+        "A1 a mask that sees less than its cache holds", a_chunked_cache,
+        lambda found: request(found)["origin"]["how"] == "changed" and request(found)["origin"]["position"] == 6,
+    ),
+    Kind(
+        "A3 a cache converted whole", a_cache_quantised_whole,
+        lambda found: request(found)["cache_entry"]["position"] == 0
+        and request(found)["differing_entries"]["count"] == request(found)["differing_entries"]["entries"],
+    ),
+    Kind(
+        "A10 sizes in the dtype that was computed", a_setting("scores[1] -= 0.03 * on"),
+        lambda found: abs(request(found)["scores"]["max_abs"] - 0.03) < 1e-3
+        and request(found)["scores"]["max_ulp"] < 1 << 20,
+    ),
+    Kind(
+        "A10 all logits NaN on both sides", a_setting("top = ([[7, 8]] * 2, [[float('nan') if on else 2.0, 1.0]] * 2)"),
+        lambda found: not found["identical"],
+    ),
+    Kind(
+        "A11 logits are equal and the token is another",
+        a_setting("top, tokens = ([[7, 8]] * 2, [[2.0, 1.0], [1.0, 2.0]]), [7, 7 if on else 8]"),
+        lambda found: request(found)["logits_equal"] and request(found)["flip"]["index"] == 1,
+    ),
+    Kind(
+        "B12 two settings of one engine", a_setting("taps['twice'] = Tap(2 * x + np.float32(on), x)"),
+        lambda found: request(found)["origin"]["site"] == "twice" and found["b"]["scenario"]["engine"]["on"] is True,
+    ),
+    Kind(
+        "B13 two sets of weights", other_weights,
+        lambda found: found["across_models"] and request(found)["stage"] is not None,
+    ),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", some_now(KINDS, 2, 4, 5), ids=lambda kind: str(getattr(kind, "name", kind)))
+def test_a_kind_is_answered_alike_and_its_twin_is_identical(
+    kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for ill in (True, False):
+        folder = tmp_path / str(ill)
+        (folder / "again").mkdir(parents=True)
+        with monkeypatch.context() as patch:
+            from_command_line = kind.ask(folder, patch, ill).command_line()
+            from_python = kind.ask(folder / "again", patch, ill).python(folder / "again")
+        for key in (
+            "identical",
+            "inconclusive",
+            "stage",
+            "first",
+            "compared",
+            "requests",
+            "bookkeeping",
+            "notes",
+        ):
+            assert from_command_line[key] == json.loads(json.dumps(from_python[key])), key
+        if ill:
+            assert not from_command_line["identical"] and kind.right(from_command_line), from_command_line[
+                "requests"
+            ]
+        else:
+            assert from_command_line["identical"], from_command_line["requests"]
+
+
+def test_a_comparison_prints_as_its_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """B18."""
+    asked = a_setting("scores[1] -= 0.03 * on")(tmp_path, monkeypatch, True)
+    asked.python(tmp_path)
+    found = detdiff.compare(tmp_path / "a", str(tmp_path / "b"))
+    assert (
+        len(str(found)) < 3000
+        and str(found).splitlines()[0] in run("compare", tmp_path / "a", tmp_path / "b").stdout
+    )
+    verdict = detdiff.explain(tmp_path / "a", tmp_path / "b", controls=("oracle",))
+    assert (
+        str(verdict).splitlines()[0]
+        in run("explain", tmp_path / "a", tmp_path / "b", "--control", "oracle").stdout
+    )
