@@ -190,6 +190,7 @@ def test_a_kind_is_answered_alike_and_its_twin_is_identical(
         (folder / "again").mkdir(parents=True)
         with monkeypatch.context() as patch:
             from_command_line = kind.ask(folder, patch, ill).command_line()
+        with monkeypatch.context() as patch:
             from_python = kind.ask(folder / "again", patch, ill).python(folder / "again")
         for key in (
             "identical",

@@ -46,6 +46,10 @@ MAMBA = {
     "model_type": "mamba", "vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "state_size": 16,
     "num_hidden_layers": 1, "conv_kernel": 4, "use_bias": False, "use_conv_bias": True, "time_step_rank": 4,
 }  # fmt: skip
+MAMBA2 = {
+    **MAMBA, "model_type": "mamba2", "num_heads": 4, "head_dim": 16, "intermediate_size": 64, "layer_norm_epsilon": 1e-5,
+    "n_groups": 1, "tie_word_embeddings": True, "time_step_limit": [0.001, 100.0],
+}  # fmt: skip
 LLAMA = {
     "model_type": "llama", "hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 48, "num_attention_heads": 2,
     "num_key_value_heads": 1, "rms_norm_eps": 1e-5, "vocab_size": 64, "tie_word_embeddings": True,
@@ -205,6 +209,33 @@ def padding_through_mambas_state(folder: Path, monkeypatch: pytest.MonkeyPatch, 
     return Asked(directory(folder / "mamba", MAMBA), f"{tokens} max_tokens=2")
 
 
+def state_that_decays_over_padding(folder: Path, monkeypatch: pytest.MonkeyPatch, ill: bool) -> Asked:
+    # Whatever is in the padding: how much of it there is counts.
+    from mlx_lm.models import gated_delta
+
+    native = gated_delta.gated_delta_ops
+
+    def decaying(*args: Any) -> Any:
+        y, state = native(*args)
+        mask = args[6]
+        if mask is not None:
+            state = state * mx.power(0.9, (~mask).sum(axis=1))[:, None, None, None]
+        return y, state
+
+    if ill:
+        monkeypatch.setattr(gated_delta, "gated_delta_ops", decaying)
+    return Asked(directory(folder / "qwen3_next", QWEN3_NEXT), f"{TOKENS} max_tokens=2")
+
+
+def state_in_other_chunks(folder: Path, monkeypatch: pytest.MonkeyPatch, ill: bool) -> Asked:
+    # A sound model: sums of a chunk are taken in another order than from chunk to chunk.
+    numbers = ",".join(map(str, range(1, 13)))
+    chunk = f"prefill_chunk={4 if ill else 64}"
+    return Asked(
+        directory(folder / "mamba2", MAMBA2), f"tokens={numbers} max_tokens=2", "prefill_chunk=2048", chunk
+    )
+
+
 def ring_in_another_order(folder: Path, monkeypatch: pytest.MonkeyPatch, ill: bool) -> Asked:
     # A sound model: its ring begins elsewhere, as its prompt was cut elsewhere. With sinks, and a window in the mask.
     chunk = "3" if ill else "64"
@@ -256,6 +287,10 @@ KINDS = (
          ("Padding leaks", "layers.0.linear_attn")),
     Kind("D20 padding through mamba's state", padding_through_mambas_state, ("bug", "padding"), ("identical", "identical"),
          ("layers.0.mixer",)),
+    Kind("D20 state that decays over padding", state_that_decays_over_padding, ("bug", "outside"), ("identical", "identical"),
+         ("layers.0.linear_attn", "only padded rows", "in run b")),
+    Kind("D20 state in other chunks", state_in_other_chunks, ("numerics", "path"), ("identical", "identical"),
+         ("layers.0.mixer", "stay inside their rounding bounds")),
     Kind("D21 ring in another order", ring_in_another_order, ("numerics", "path"), ("identical", "identical"),
          ("the order in which memory has the keys moves", "layers.0.self_attn.attention"), ("19 rows",)),
     Kind("D21 another place in the batch", other_place_in_the_batch, ("numerics", "path"), ("identical", "identical"),
@@ -281,7 +316,8 @@ def test_a_kind_is_answered_alike_and_its_twin_is_sound(
         (folder / "again").mkdir(parents=True)
         with monkeypatch.context() as patch:
             from_command_line = kind.ask(folder, patch, ill).command_line()
-            assert from_command_line[:2] == expected, from_command_line
+        assert from_command_line[:2] == expected, from_command_line
+        with monkeypatch.context() as patch:
             from_python = kind.ask(folder / "again", patch, ill).python()
         assert from_python == from_command_line
         if ill:

@@ -235,17 +235,24 @@ class JudgedOrigins:
     operation: Operation
     a: Side
     b: Side
+    operation_b: Operation | None = None
+    """Where each side is judged by what it was given itself."""
+
+    def _of(self, run: str) -> Operation:
+        return self.operation if run == "a" or self.operation_b is None else self.operation_b
 
     def outside(self, run: str) -> NDArray[np.bool_]:
         """Which rows of a side have an element outside the bound, bool [rows]."""
         output, arithmetic, judgement = self.a if run == "a" else self.b
         if judgement.inside:
             return np.zeros(len(self.origin_rows), np.bool_)
-        beyond = self._beyond(output, arithmetic, judgement).reshape(len(self.origin_rows), -1)
+        beyond = self._beyond(run, output, arithmetic, judgement).reshape(len(self.origin_rows), -1)
         return np.asarray(beyond.any(axis=1))
 
-    def _beyond(self, output: Float64, arithmetic: Arithmetic, judgement: Judgement) -> NDArray[np.bool_]:
-        found = self.operation.bounded(arithmetic)
+    def _beyond(
+        self, run: str, output: Float64, arithmetic: Arithmetic, judgement: Judgement
+    ) -> NDArray[np.bool_]:
+        found = self._of(run).bounded(arithmetic)
         wrong = ~(judgement.errors <= found.bound) & ~(found.unbounded & ~np.isfinite(judgement.errors))
         # A zero of the wrong sign is outside where the operation only copies.
         wrong |= (
@@ -258,7 +265,7 @@ class JudgedOrigins:
     def places(self, run: str) -> dict[str, Any]:
         """Where a side is outside: columns (inclusive range), heads where the output has some."""
         output, arithmetic, judgement = self.a if run == "a" else self.b
-        wrong = self._beyond(output, arithmetic, judgement)
+        wrong = self._beyond(run, output, arithmetic, judgement)
         found: dict[str, Any] = {}
         if wrong.ndim == 3:
             found["heads"] = np.flatnonzero(wrong.any(axis=(0, 2))).tolist()

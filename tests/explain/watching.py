@@ -71,6 +71,9 @@ class Watching:
     def cache(self, native: Any, cache: Any, args: Any) -> Any:
         return native(*args)
 
+    def scan(self, kind: str, native: Any, args: Any, kw: Any) -> Any:
+        return native(*args, **kw)
+
     def gather_sort(self, native: Any, args: Any) -> Any:
         return native(*args)
 

@@ -93,6 +93,8 @@ class AttentionWatch:
     wanted: Collection[RowOfSite]
     rows: dict[tuple[str, int, int, int], CalledRow] = field(default_factory=dict)
     """By site, request, position and forward."""
+    scans: Any = None
+    """What keeps recurrences in the same run."""
     _bytes: int = 0
 
     def around(self, site: str, forward: Forward, attend: Attend) -> Attend:

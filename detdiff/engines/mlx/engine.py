@@ -254,11 +254,20 @@ class MlxEngine:
 
         return order_moves(a, b, origin)
 
-    def watch(self, rows: Collection[tuple[str, int, int]]) -> AttentionWatch:
+    def watch(
+        self, rows: Collection[tuple[str, int, int]], scans: Collection[tuple[int, int]]
+    ) -> AttentionWatch:
         """See ``explain.controls.oracle``."""
         from .attention_calls import AttentionWatch
+        from .scan_calls import ScanWatch
 
-        return AttentionWatch(frozenset(rows))
+        return AttentionWatch(frozenset(rows), scans=ScanWatch(frozenset(scans)) if scans else None)
+
+    def scanned(self, captured: Captured, origin: OriginRow, forward: int) -> tuple[Operation, Any, str]:
+        """See ``explain.controls.oracle``."""
+        from .scan_calls import scanned
+
+        return scanned(captured, origin, forward)
 
 
 def engine_of_objects(given: Any) -> MlxEngine | str:
@@ -358,6 +367,7 @@ def _run(scenario: Scenario, models: Models, begin: Begin, options: RunOptions) 
     for session in (sessions.target, sessions.draft):
         if session is not None:
             session.watch = options.overrides.watch
+            session.scans = getattr(options.overrides.watch, "scans", None)
             if options.overrides.pin_kernels:
                 session.override_paths(SingleRowPaths(session.operations.chooser.planned))
     # What cannot be recorded is said before there is a trace.

@@ -57,6 +57,8 @@ class RowOverride(PathOverride):
 class SingleRowPaths(PathOverride):
     """Every call on the path that a single row takes, whatever the number of rows."""
 
+    single_scans = True
+
     def __init__(self, plan: Callable[[CallSite, Call], Spans]) -> None:
         """``plan`` is what the kernel plan says of a call."""
         self._plan = plan

@@ -310,6 +310,9 @@ class _Inputs:
 
     attention = top
 
+    def scan(self, kind: str, native: Callable[..., Any], args: Any, kw: Any) -> Any:
+        return native(*args, **kw)
+
     def cache(self, native: Callable[..., Any], cache: Any, args: Any) -> Any:
         return native(*args)
 

@@ -26,6 +26,7 @@ AT_MOST: Final = 40
 LARGEST: Final = 8
 """Further ones: those with the largest differences among what was captured for the others."""
 _LOOKED_AT: Final = 1000
+NO_BOUND: Final = "composites have no bound of one operation"
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,11 +94,14 @@ def judged(case: Case, at_most: int) -> Outcome:
         if each.site.kind == "cache_read":
             scores.changed(each)
     plain = [each for each in chosen if each.how != "composite" and each.site.kind != "cache_read"]
-    for each in chosen:
-        if each.how == "composite":
-            scores.skip(each, "composites have no bound of one operation")
-    if plain:
-        sides = [_captured(case, side, plain, origin_rows) for side in "ab"]
+    between = [each for each in chosen if each.how == "composite"]
+    known = all(hasattr(case.engine(side), "scanned") for side in "ab")
+    if not known:
+        for each in between:
+            scores.skip(each, NO_BOUND)
+    if plain or (known and between):
+        asked = [*plain, *(between if known else ())]
+        sides = [_captured(case, side, asked, origin_rows) for side in "ab"]
         again = _again(sides, origin_rows)
         if again is not None:
             raise CannotRun(again)
@@ -106,6 +110,8 @@ def judged(case: Case, at_most: int) -> Outcome:
         plain += [each for each in _largest(origin_rows, sides) if id(each) not in taken]
         for group in _groups(plain):
             _judge(case, sides, group, scores)
+        for each in between if known else ():
+            _judge_scan(case, sides, each, scores)
     worst = scores.first_outside()
     affected = "" if worst is None else pattern(case.a, case.b, worst.origin_row.site.name, worst.run)
     return Outcome(scores.result, scores.sentence(), OracleFigures(**scores.detail(affected)))
@@ -161,7 +167,8 @@ def _captured(
         for each in origin_rows
         if each.site.kind == "attention" and each.site.name in capture.sites
     }
-    watch = engine.watch(rows) if rows and hasattr(engine, "watch") else None
+    scans = {(case.number(side, each.request), each.position) for each in chosen if each.how == "composite"}
+    watch = engine.watch(rows, scans) if (rows or scans) and hasattr(engine, "watch") else None
     trace = case.record(replace(scenario, capture=capture), side, overrides=Overrides(watch=watch))
     return Captured(trace, watch)
 
@@ -224,6 +231,25 @@ def _groups(chosen: Sequence[OriginRow]) -> Iterator[list[OriginRow]]:
     yield from groups.values()
 
 
+def _judge_scan(case: Case, sides: Sequence[Captured], origin: OriginRow, scores: Scores) -> None:
+    """A difference that arose between two sites, by the recurrence between them: each side by what its own was given."""
+    from ..oracle import JudgedOrigins, judge
+    from ..roundings import Arithmetic
+
+    try:
+        found, operations = [], []
+        for name, captured, forward in zip("ab", sides, (origin.forward_a, origin.forward_b), strict=True):
+            engine: Any = case.engine(name)
+            operation, output, dtype = engine.scanned(captured, origin, forward)
+            backend: Any = captured.trace.header["environment"].get("backend", "cpu")
+            arithmetic = Arithmetic("native", dtype, backend)
+            found.append((output, arithmetic, judge(operation, output, arithmetic)))
+            operations.append(operation)
+        scores.add(JudgedOrigins([origin], operations[0], found[0], found[1], operations[1]))
+    except OracleRefused as error:
+        scores.skip(origin, str(error).partition(". ")[0])
+
+
 def _judge(case: Case, sides: Sequence[Captured], group: list[OriginRow], scores: Scores) -> None:
     from detdiff_kernels import UnsupportedFormat
 
@@ -245,7 +271,7 @@ def _judge(case: Case, sides: Sequence[Captured], group: list[OriginRow], scores
             arithmetic = Arithmetic(call.path or "native", dtype, backend, call.rows)  # type: ignore[arg-type]
             found.append((output, arithmetic, judge(operation, output, arithmetic)))
         assert operation is not None
-        scores.add(JudgedOrigins(group, operation, *found))
+        scores.add(JudgedOrigins(group, operation, found[0], found[1]))
     except (OracleRefused, UnsupportedFormat) as error:
         for each in group:
             scores.skip(each, str(error).partition(". ")[0])

@@ -334,6 +334,8 @@ class PathOverride:
     """Takes calls onto other paths than the plan's, and may ask what yet others would have given. As it is it follows the plan,
     and only makes a session say how every path was made."""
 
+    single_scans = False
+    """Whether recurrences are run row by row."""
     has_others = False
     """Whether ``others`` has other paths than ``spans`` had for the last call."""
 

@@ -395,6 +395,46 @@ def _seen(mask: mx.array) -> tuple[int, int, mx.array | None]:
     return (int(places[0]), int(places[-1]) + 1, None) if whole else (0, mask.shape[-1], mask)
 
 
+SCAN_NAMES = {
+    "ssm_update": (
+        "hidden_states", "A_log", "B", "C", "D", "dt", "dt_bias", "state", "time_step_limit", "mask", "lengths",
+    ),
+    "gated_delta": ("q", "k", "v", "g", "beta", "state", "mask"),
+}  # fmt: skip
+"""The arguments of mlx-lm's recurrences, in their order."""
+SCAN_ROWS = {
+    "ssm_update": ("hidden_states", "B", "C", "dt", "mask"),
+    "gated_delta": ("q", "k", "v", "g", "beta", "mask"),
+}
+"""Those with a row axis, the second."""
+
+
+def scanned(kind: str, native: Native, args: Any, kw: Any, *, single: bool) -> tuple[Given, mx.array, Any]:
+    """The arguments of a recurrence by name, y [slots, rows, ...] and the state after the last row; ``single``: in calls of one
+    row each."""
+    # By place what came by place: who wraps a function may have other names for it.
+    names = SCAN_NAMES[kind][: len(args)]
+    given: Given = {**dict(zip(names, args, strict=True)), **kw}
+
+    def call(asked: Given) -> tuple[mx.array, Any]:
+        found: tuple[mx.array, Any] = native(
+            *(asked[name] for name in names),
+            **{name: value for name, value in asked.items() if name not in names},
+        )
+        return found
+
+    if not single:
+        return given, *call(given)
+    rows = [name for name in SCAN_ROWS[kind] if given.get(name) is not None]
+    state, lengths, done = given.get("state"), given.get("lengths"), []
+    for row in range(given[rows[0]].shape[1]):
+        one = {name: given[name][:, row : row + 1] for name in rows}
+        more = {} if lengths is None else {"lengths": lengths - row}
+        y, state = call({**given, **one, **more, "state": state})
+        done.append(y)
+    return given, mx.concatenate(done, axis=1), state
+
+
 class Operations:
     """Linear, expert and attention calls; they share the plan's choices and the staged weights."""
 

@@ -6,7 +6,7 @@ Faults are injected here on purpose: the twin of every check.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -22,7 +22,7 @@ from .entries import cache_kind, entry_parts
 from .experts import ExpertOrder
 from .forward import Attend, Forward, Packing, PathOverride, Recording, Sink, handle
 from .kernel_plan import CallSite, StagedWeights, TakenPath
-from .operations import Operations
+from .operations import Operations, scanned
 from .sites import Arrays, Discovery, SiteMap, discover, tapped, tapped_top, walk
 from .unread import CacheUpdate, CacheUpdates
 
@@ -83,6 +83,14 @@ class AttentionWatcher(Protocol):
     """Sees attention as it is called."""
 
     def around(self, site: str, forward: Forward, attend: Attend) -> Attend: ...
+
+
+class ScanWatcher(Protocol):
+    """Sees recurrences as they are called."""
+
+    def scan(
+        self, where: str, forward: Forward, given: Mapping[str, Any], y: mx.array, state: mx.array
+    ) -> None: ...
 
 
 class Injector:
@@ -153,6 +161,7 @@ class Session:
         self.paused = False
         self._entered = False
         self.watch: AttentionWatcher | None = None
+        self.scans: ScanWatcher | None = None
         self._updates = CacheUpdates()
         self._reset()
         self.sites: SiteMap = discover(model, self._discovering)
@@ -444,6 +453,18 @@ class Session:
                     self._layer(key), _mask_kind(kw.get("mask", args[5] if len(args) > 5 else None))
                 )
         return y
+
+    def scan(self, kind: str, native: Callable[..., Any], args: Any, kw: Any) -> Any:
+        """A recurrence of rows; on a path of single rows where an override says so."""
+        if not self._active or self.forward is None:
+            return native(*args, **kw)
+        single = self._override is not None and self._override.single_scans
+        if self.scans is None and not single:
+            return native(*args, **kw)
+        given, y, state = scanned(kind, native, args, kw, single=single)
+        if self.scans is not None:
+            self.scans.scan(self._where or "", self.forward, given, y, state)
+        return y, state
 
     def _attend(self, key: str, native: Callable[..., Any]) -> Attend:
         """Attention of one call, or of one request in a packed forward: the one in these columns."""

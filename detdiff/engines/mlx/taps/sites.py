@@ -402,6 +402,7 @@ class Taps(Protocol):
     def attention(self, native: Callable[..., Any], args: Any, kw: Any) -> Any: ...
     def cache(self, native: partial[Any], cache: Any, args: Any) -> Any: ...
     def gather_sort(self, native: Callable[..., Any], args: Any) -> Any: ...
+    def scan(self, kind: str, native: Callable[..., Any], args: Any, kw: Any) -> Any: ...
 
 
 def _swap(stack: contextlib.ExitStack, module: Module, methods: dict[str, Callable[..., Any]]) -> None:
@@ -452,6 +453,8 @@ def tapped(model: Module, taps: Taps) -> Iterator[None]:
                 _tap_attention(stack, taps, owner)
         for cls in cache_classes():
             _tap_cache(stack, taps, cls)
+        for owner, name in _scans(model):
+            _tap_scan(stack, taps, owner, name)
         native_sort = switch_layers._gather_sort
         _set(stack, switch_layers, "_gather_sort", lambda *args: taps.gather_sort(native_sort, args))
         yield
@@ -498,6 +501,28 @@ def _tap_attention(stack: contextlib.ExitStack, taps: Taps, owner: ModuleType) -
         return taps.attention(native, args, kw)
 
     _set(stack, owner, "scaled_dot_product_attention", attention)
+
+
+def _scans(model: Module) -> Iterator[tuple[ModuleType, str]]:
+    """Where the recurrences of a model's modules are called from, with their names."""
+    for owner in model_modules(model):
+        if "ssm_update" in vars(owner):
+            yield owner, "ssm_update"
+    gated = sys.modules.get("mlx_lm.models.gated_delta")
+    if gated is not None:
+        # What makes gates and rates of a layer's projections is around these.
+        yield from (
+            (gated, name) for name in ("gated_delta_ops", "gated_delta_kernel") if name in vars(gated)
+        )
+
+
+def _tap_scan(stack: contextlib.ExitStack, taps: Taps, owner: ModuleType, name: str) -> None:
+    native, kind = vars(owner)[name], name if name == "ssm_update" else "gated_delta"
+
+    def scan(*args: Any, **kw: Any) -> Any:
+        return taps.scan(kind, native, args, kw)
+
+    _set(stack, owner, name, scan)
 
 
 def _tap_cache(stack: contextlib.ExitStack, taps: Taps, cls: Any) -> None:

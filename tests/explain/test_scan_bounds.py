@@ -1,0 +1,75 @@
+"""Recurrences stay inside their bounds in every form that mlx-lm computes them in, and not where a row too many has a part in the state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.gated_delta import gated_delta_ops, normalize_qk
+from mlx_lm.models.ssm import ssm_update
+from tiers import some_now
+
+from detdiff.engines.mlx.scan_calls import ScannedRow
+from detdiff.explain.oracle import Judgement, judge
+from detdiff.explain.roundings import Arithmetic
+
+DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16}
+ROWS = (1, 7, 300)  # more than a chunk of ssm_attn
+
+
+def gated_delta(rows: int, dtype: Any, vector: bool) -> dict[str, Any]:
+    mx.random.seed(rows)
+    q, k, v = (mx.random.normal((2, rows, heads, 16)).astype(dtype) for heads in (1, 1, 2))
+    q, k = normalize_qk(q, k, inv_scale=16**-0.5, eps=1e-6)
+    g = mx.random.uniform(0.5, 1.0, (2, rows, 2, 16) if vector else (2, rows, 2))
+    beta = mx.sigmoid(mx.random.normal((2, rows, 2))).astype(dtype)
+    return {"q": q, "k": k, "v": v, "g": g, "beta": beta, "state": mx.random.normal((2, 2, 16, 16))}
+
+
+def state_space(rows: int, dtype: Any, started: bool) -> dict[str, Any]:
+    mx.random.seed(rows)
+    given = {
+        name: mx.random.normal((2, rows, n, 8)).astype(dtype)
+        for name, n in (("hidden_states", 4), ("B", 2), ("C", 2))
+    }
+    given |= {"A_log": mx.log(mx.arange(1, 5)), "D": mx.ones(4), "dt_bias": mx.random.normal((4,))}
+    given["dt"] = mx.random.normal((2, rows, 4)).astype(dtype)
+    return given | {"state": mx.random.normal((2, 4, 8, 8)) if started else None}
+
+
+def judged(given: dict[str, Any], rows: int, computed: int) -> Judgement:
+    """The last of ``rows`` rows, as the scan over ``computed`` of them gives it."""
+    scan = ssm_update if "dt" in given else gated_delta_ops
+    timed = [
+        name
+        for name, value in given.items()
+        if isinstance(value, mx.array) and value.ndim > 2 and name != "state"
+    ]
+    y, state = scan(**{**given, **{name: given[name][:, :computed] for name in timed}})
+    row = ScannedRow(given, 1, 0, rows - 1, True, y, state)
+    return judge(row.operation(), row.output(), Arithmetic("native", "float32"))
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("dtype", some_now(DTYPES, 0, 1))
+@pytest.mark.parametrize("other", [True, False])
+@pytest.mark.parametrize("make", [gated_delta, state_space])
+def test_a_recurrence_is_inside_and_a_row_too_many_is_not(
+    make: Any, dtype: str, rows: int, other: bool
+) -> None:
+    given = make(rows + 1, DTYPES[dtype], other)
+    sound = judged(given, rows, rows)
+    assert sound.inside and sound.elements > 64, sound.worst
+    # One more row in the state: what a neighbour's length, or padding, does.
+    wrong = judged(given, rows, rows + 1)
+    assert wrong.outside > 0 and wrong.worst > 1e3
+
+
+def test_a_state_in_another_dtype_is_not_judged() -> None:
+    given = gated_delta(3, mx.float32, False)
+    y, state = gated_delta_ops(**given)
+    with pytest.raises(Exception, match="held in bfloat16"):
+        ScannedRow(given, 0, 0, 2, True, y, state.astype(mx.bfloat16)).operation()
+    assert np.isfinite(ScannedRow(given, 0, 0, 2, False, y, state).output()).all()
