@@ -237,7 +237,10 @@ def attributed(findings: Sequence[Finding], a: RunEvents, b: RunEvents) -> tuple
 
 
 def _attributed(finding: Finding, run: RunEvents) -> Finding:
-    if finding.what not in ("cache_changed", "offset") or finding.forward is None:
+    if (
+        finding.what not in ("cache_changed", "cache_foreign", "cache_missing", "offset")
+        or finding.forward is None
+    ):
         return finding
     if finding.request not in run.ids:
         return finding

@@ -58,8 +58,8 @@ class Keep:
     def cache_call(self, key: str, keys: mx.array, values: mx.array, calls: Any) -> None:
         self.seen.append((key, bits(keys).tobytes(), bits(values).tobytes()))
 
-    def mask(self, layer: int | None, kind: str) -> None:
-        self.seen.append((layer, kind))
+    def attended(self, key: str, layer: int | None, keys: Any, mask: Any) -> None:
+        self.seen.append((layer, mask))
 
     def block_done(self, key: str) -> None:
         self.seen.append((key, "done"))

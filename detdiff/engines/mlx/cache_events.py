@@ -18,7 +18,7 @@ from mlx_lm.generate import GenerationBatch, PromptProcessingBatch
 from mlx_lm.models.cache import ArraysCache, BatchRotatingKVCache, RotatingKVCache
 
 from detdiff.engines.mlx.taps.entries import cache_kind
-from detdiff.engines.mlx.taps.forward import Forward
+from detdiff.engines.mlx.taps.forward import Forward, ForwardRecord
 from detdiff.engines.schedule import OnEvent
 from detdiff.trace import format_ranges
 
@@ -215,9 +215,7 @@ def _note(cache: Any) -> dict[str, Any]:
     return note
 
 
-def summarise(
-    notes: Sequence[dict[str, Any]], masks: dict[int, str], forward: Forward
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def summarise(record: ForwardRecord, forward: Forward) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """(cache lines, events): layers that say the same share a line; a wrong offset is an event.
 
     The offset of a slot is the position that its column 0 takes, so it must equal the segment's start less its
@@ -225,12 +223,14 @@ def summarise(
     """
     groups: dict[str, tuple[dict[str, Any], list[int]]] = {}
     events: list[dict[str, Any]] = []
-    for layer, note in enumerate(notes):
+    for layer, note in enumerate(record.bookkeeping):
         offset = note["offset"]
         if isinstance(offset, mx.array):
             offset = [int(o) for o in np.asarray(offset)]
         fields = {key: value for key, value in note.items() if key != "known"}
-        line = {**fields, "offset": offset, "mask": masks.get(layer, "none")}
+        line = {**fields, "offset": offset, "mask": record.masks.get(layer, "none")}
+        if layer in record.limited:
+            line["sees"] = record.limited[layer]
         groups.setdefault(repr(line), (line, []))[1].append(layer)
         for lane, segment in enumerate(forward.segments if note["known"] else ()):
             place = lane if forward.layout == "packed" else segment.slot

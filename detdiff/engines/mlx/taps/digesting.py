@@ -12,9 +12,11 @@ from numpy.typing import NDArray
 from detdiff.trace import Rows, Value
 
 from .digests import digest_jobs, layout_job
-from .entries import DistinctValue, KeptValues, Ledgers, Selection, Source
+from .entries import DistinctValue, KeptValues, Selection, Source
 from .forward import ForwardRecord, ForwardRows, Memory, memory
+from .ledgers import Ledgers
 from .sites import SiteMap
+from .visible import Masks
 
 UInt64 = NDArray[np.uint64]
 Event = dict[str, Any]
@@ -114,10 +116,12 @@ class Digester:
     def _entries(self, record: ForwardRecord, table: ForwardRows) -> tuple[list[DistinctValue], list[Event]]:
         columns: list[DistinctValue] = []
         events: list[Event] = []
-        ports = self._sites.ports
+        ports, masks = self._sites.ports, Masks()
         for call in record.caches:
-            folded = self._ledgers.fold(call, record.forward.segments)
+            folded = self._ledgers.fold(call, record.forward, masks)
             events += folded.events
+            if folded.limited:
+                record.limited.setdefault(call.layer, []).extend(folded.limited)
             present = folded.rows
             for h, name in enumerate(folded.names):
                 port = [ports[f"{call.key}.write", name]]
@@ -127,11 +131,17 @@ class Digester:
                 columns.append(DistinctValue(port, present, folded.entries[:, h], kept))
             read = [ports[f"{call.key}.read", "read"]]
             inside, _, again = call.key.rpartition(".cache")  # "#2" and so on where a module runs again
-            kv = ports.get((f"{inside}.attention{again}", "kv"))
-            if kv is not None:
-                read.append(kv)
+            seen = {f"{inside}.attention{again}": folded.read, **folded.seen}
+            for key, digests in seen.items():
+                kv = ports.get((key, "kv"))
+                if kv is None:
+                    continue
+                if digests is folded.read or np.array_equal(digests, folded.read):
+                    read.append(kv)
+                else:
+                    columns.append(DistinctValue([kv], present, digests))
             written = ports[f"{call.key}.read", "written"]
-            if np.array_equal(folded.read, folded.written):
+            if folded.written is folded.read or np.array_equal(folded.read, folded.written):
                 read.append(written)
             else:
                 columns.append(DistinctValue([written], present, folded.written))

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Final
 
 import mlx.core as mx
 import numba
@@ -218,69 +219,90 @@ def digest_entries(memory: Memory, slot: int) -> UInt64:
 @numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def _fold(
     found: UInt64,
-    physical: Int64,
-    low: int,
-    start: int,
-    count: int,
-    window: int,
+    placed: Int64,
+    ledger: UInt64,
     position_weights: UInt64,
     head_weights: UInt64,
-    ledger: UInt64,
-    written: UInt64,
-    read: UInt64,
+    nobody: np.uint64,
+    sum_written: UInt64,
+    sum_read: UInt64,
     changed: Int64,
 ) -> int:
-    """Sum entries over what each row sees, as written and as read; list those that are not what was written."""
-    heads = found.shape[1]
-    end = start + count
-    sum_written = np.zeros(end - low + 1, np.uint64)
-    sum_read = np.zeros(end - low + 1, np.uint64)
+    """Sum entries column by column, as written and as read; list those that are not what was written."""
     n_changed = 0
-    for p in range(low, end):
-        at = physical[p - low]
+    for c in range(found.shape[0]):
+        p = placed[c]
         term_read = np.uint64(0)
         term_written = np.uint64(0)
-        for h in range(heads):
-            now = found[at, h]
-            if ledger[p, h] != now:
+        for h in range(found.shape[1]):
+            now = found[c, h]
+            then = now if p < 0 else ledger[p, h]
+            if then != now:
                 if n_changed < changed.shape[0]:
                     changed[n_changed, 0] = p
                     changed[n_changed, 1] = h
                 n_changed += 1
             term_read += head_weights[h] * now
-            term_written += head_weights[h] * ledger[p, h]
-        weight = position_weights[p]
-        sum_read[p - low + 1] = sum_read[p - low] + weight * term_read
-        sum_written[p - low + 1] = sum_written[p - low] + weight * term_written
-    for r in range(count):
-        last = start + r + 1 - low
-        first = max(0, start + r + 1 - window - low)
-        read[r] = sum_read[last] - sum_read[first]
-        written[r] = sum_written[last] - sum_written[first]
+            term_written += head_weights[h] * then
+        weight = nobody if p < 0 else position_weights[p]
+        sum_read[c + 1] = sum_read[c] + weight * term_read
+        sum_written[c + 1] = sum_written[c] + weight * term_written
     return n_changed
 
 
-def fold_entries(
-    found: UInt64,
-    physical: Int64,
-    span: tuple[int, int, int, int],
-    weights: tuple[UInt64, UInt64],
-    ledger: UInt64,
-) -> tuple[UInt64, UInt64, Int64, int]:
-    """``written`` and ``read`` sums uint64 [count] of each new row, changed entries int64 [n, 2], and their number.
+@numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def _over(sums: UInt64, first: Int64, last: Int64, seen: NDArray[np.bool_], out: UInt64) -> None:
+    """The sum over the columns that each row sees; ``seen`` without rows: all from first to last."""
+    for r in range(out.shape[0]):
+        if seen.shape[0] == 0:
+            out[r] = sums[last[r] + 1] - sums[first[r]]
+        else:
+            total = np.uint64(0)
+            for c in range(first[r], last[r] + 1):
+                if seen[r, c]:
+                    total += sums[c + 1] - sums[c]
+            out[r] = total
 
-    At most 64 changed entries are listed (position, head); the number counts all.
 
-    ``found`` uint64 [T, heads] are the digests in physical order, ``physical`` [end - low] says where position
-    low + i lies; ``span`` is (low, start, count, window); ``ledger`` [capacity, heads] are the
-    digests as the entries were written, the new ones included.
+_ALL: Final = np.zeros((0, 0), np.bool_)
+NOBODY: Final = np.uint64(0x6E6F626F64790001)
+"""The weight of an entry that is of no position of the request."""
+
+
+@dataclass(frozen=True)
+class EntrySums:
+    """Entries of one request summed up column by column, uint64 [columns + 1], as written and as read.
+
+    ``changed`` int64 [n, 2] has (position, head) of at most 64 entries that are not what was written, of ``number``.
     """
-    low, start, count, window = span
-    written = np.empty(count, np.uint64)
-    read = np.empty(count, np.uint64)
+
+    written: UInt64
+    read: UInt64
+    changed: Int64
+    number: int
+
+    def over(self, first: Int64, last: Int64, seen: NDArray[np.bool_] | None) -> tuple[UInt64, UInt64]:
+        """As written and as read, uint64 [rows]: the sums of what rows see (as in ``visible.Sight``)."""
+        shown = _ALL if seen is None else np.ascontiguousarray(seen)
+        written, read = np.empty(len(first), np.uint64), np.empty(len(first), np.uint64)
+        _over(self.written, first, last, shown, written)
+        if not self.number:
+            return written, written
+        _over(self.read, first, last, shown, read)
+        return written, read
+
+
+def fold_entries(found: UInt64, placed: Int64, ledger: UInt64, weights: tuple[UInt64, UInt64]) -> EntrySums:
+    """Sums of the entries ``found`` uint64 [columns, heads], of the positions ``placed`` int64 [columns] (negative: of none).
+
+    ``ledger`` uint64 [capacity, heads] are the digests as the entries were written, the new ones included; ``weights`` those
+    of positions and heads.
+    """
+    written = np.zeros(len(found) + 1, np.uint64)
+    read = np.zeros(len(found) + 1, np.uint64)
     changed = np.empty((64, 2), np.int64)
-    n = _fold(found, physical, low, start, count, window, *weights, ledger, written, read, changed)
-    return written, read, changed[:n], n
+    n = _fold(found, placed, ledger, *weights, NOBODY, written, read, changed)
+    return EntrySums(written, read, changed[: min(n, 64)], n)
 
 
 _on_device: dict[int, mx.array] = {}

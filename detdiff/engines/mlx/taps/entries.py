@@ -1,11 +1,11 @@
-"""Columns of a forward and its cache entries: what was written where, what each row could see, whether it is still what was written.
+"""Columns of a forward, and what a cache gave back when rows were written to it.
 
 A column is one distinct value of the forward's rows; a capture keeps the values of some.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -19,11 +19,9 @@ from numpy.typing import NDArray
 
 from detdiff.errors import ScenarioError
 from detdiff.scenario import Capture
-from detdiff.trace import head_weight, position_weight
 from detdiff.trace.digest import STORAGE
 
-from .digests import digest_entries, fold_entries
-from .forward import CacheCall, ForwardRows, Memory, Segment, handle, memory
+from .forward import CacheCall, ForwardRows, handle
 from .sites import SiteMap
 from .unread import CacheUpdate
 
@@ -138,8 +136,6 @@ class Selection:
         return keep
 
 
-EVERYTHING = 1 << 40
-
 _KNOWN: Final[tuple[type, ...]] = (
     caches.KVCache,
     caches.QuantizedKVCache,
@@ -150,6 +146,8 @@ _KNOWN: Final[tuple[type, ...]] = (
     caches.BatchRotatingKVCache,
 )
 """Classes of which it is known what they give back: every entry, or those of a window or a chunk."""
+_WHOLE: Final = (caches.KVCache, caches.QuantizedKVCache, caches.ConcatenateKVCache, caches.BatchKVCache)
+"""Those that give back every entry."""
 
 
 def cache_kind(cache: Any) -> type | None:
@@ -168,229 +166,12 @@ def cache_kind(cache: Any) -> type | None:
     return None
 
 
-@dataclass(frozen=True)
-class CacheCallRows:
-    """One cache call in rows: ``entries`` uint64 [rows, heads], ``written`` and ``read`` uint64 [rows].
-
-    ``rows`` are indices into the forward's row table, ``names`` the entry names (K.0, …) in column order,
-    ``source(h)`` where the values of entry ``h`` lie (None where entries are stored in several parts).
-    """
-
-    rows: Int64
-    names: tuple[str, ...]
-    entries: UInt64
-    written: UInt64
-    read: UInt64
-    events: list[dict[str, Any]]
-    source: Callable[[int], Source] | None
-
-
-def physical_places(call: CacheCall, length: int, segment: Segment) -> tuple[int, Int64]:
-    """(low, places): the oldest position that the cache still holds, and where each from there on lies.
-
-    The newest column of the forward is the newest entry in temporal order; a ring only rotates that order. The
-    anchor is what the engine wrote, not what the cache says of itself, so a cache whose own bookkeeping is wrong
-    shows up as entries that are not what was written.
-    """
-    end = segment.start + segment.count
-    first = segment.start - (0 if call.own else segment.column)  # the position of the first column written
-    if length < end and call.ring is None and call.window is None and call.chunk is None:
-        # Too few for all positions: its newest old ones are missing, and those before lie where they always did.
-        old = length - call.columns
-        left = np.minimum(np.arange(first, dtype=np.int64), max(0, old - 1))
-        return 0, np.concatenate([left, np.arange(first, end, dtype=np.int64) - first + old])
-    oldest = max(0, first - (length - call.columns))
-    keep = 0
-    if call.ring is not None:
-        keep = call.ring[1]
-        oldest = max(oldest, first - (length - keep - call.columns))
-    if call.window is not None:
-        oldest = max(oldest, segment.start - call.window + 1)
-    temporal = np.arange(oldest, end, dtype=np.int64) - first + (length - call.columns)
-    if call.ring is None:
-        return oldest, temporal
-    index, _, size = call.ring
-    return oldest, keep + (index - keep + temporal - keep) % (size - keep)
-
-
-def _alike_rows(call: CacheCall, low: int, segment: Segment) -> list[tuple[int, int, int]]:
-    """(first position that they see, first row, rows) of rows of a segment that see entries from one place on."""
-    end = segment.start + segment.count
-    if call.chunk is None:
-        return [(low, segment.start, segment.count)]
-    size = call.chunk
-    starts = [segment.start, *range((segment.start // size + 1) * size, end, size)]
-    return [
-        (max(low, start // size * size), start, stop - start)
-        for start, stop in zip(starts, [*starts[1:], end], strict=True)
-    ]
-
-
-class Ledgers:
-    """Digests of every cache entry as it was written, uint64 [capacity, heads] per request and cache."""
-
-    def __init__(self) -> None:
-        self._written: dict[tuple[int, str], UInt64] = {}
-        self._parts: dict[
-            tuple[int, str], int
-        ] = {}  # arrays an entry is stored in: more once it is quantised
-        self._prefixes: dict[int, tuple[int, int]] = {}
-        self._weights: UInt64 = position_weight(np.arange(1024))
-        self._heads: dict[int, UInt64] = {}
-
-    def share(self, request: int, donor: int, tokens: int) -> None:
-        """The first ``tokens`` entries of a request are those that ``donor`` wrote."""
-        if donor != request:
-            self._prefixes[request] = donor, tokens
-
-    def forget(self, request: int) -> None:
-        """No row of a request comes any more, and nobody shares its entries."""
-        self._written = {key: each for key, each in self._written.items() if key[0] != request}
-        self._parts = {key: each for key, each in self._parts.items() if key[0] != request}
-        self._prefixes.pop(request, None)
-
-    def _ledger(self, request: int, key: str, end: int, heads: int) -> UInt64:
-        ledger = self._written.get((request, key))
-        if ledger is None:
-            donor, tokens = self._prefixes.get(request, (request, 0))
-            given = self._written.get((donor, key)) if tokens else None
-            ledger = None if given is None else given[:tokens]
-        if ledger is None or len(ledger) < end:
-            grown = np.zeros((max(256, 2 * end), heads), np.uint64)
-            if ledger is not None:
-                grown[: len(ledger)] = ledger
-            ledger = self._written[request, key] = grown
-        if len(self._weights) < end:
-            self._weights = position_weight(np.arange(2 * end))
-        return ledger
-
-    def _head_weights(self, heads: int) -> UInt64:
-        if heads not in self._heads:
-            self._heads[heads] = head_weight(np.arange(heads))
-        return self._heads[heads]
-
-    def fold(self, call: CacheCall, segments: Sequence[Segment]) -> CacheCallRows:
-        """Digest one cache call; new entries go into the ledgers, changed ones into the events."""
-        memories = [] if call.device else [memory(array) for _, array in call.parts]
-        stored = [] if call.device else [memory(array) for array in call.stored]
-        if all(_same_place(a, b) for a, b in zip(stored, memories, strict=False)):
-            # What a sound cache returns is a view of what it stores.
-            stored = []
-        kinds = [kind for kind, _ in call.parts]
-        heads = [array.shape[1] for _, array in call.parts]
-        names = _entry_names(kinds, heads)
-        weights = self._head_weights(len(names))
-        offsets = np.cumsum([0] + [s.count for s in segments])
-        returned = self._returned(call, memories, kinds, heads)
-        pieces: list[tuple[UInt64, UInt64, UInt64]] = []
-        rows: list[Int64] = []
-        places: list[Int64] = []
-        events: list[dict[str, Any]] = []
-        for lane, slot in zip(call.segments, call.slots, strict=True):
-            segment = segments[lane]
-            if segment.count == 0:
-                continue
-            found = returned[slot]
-            low, physical = physical_places(call, len(found), segment)
-            end = segment.start + segment.count
-            ledger = self._ledger(segment.request, call.key, end, len(names))
-            held = self._found(call, stored, kinds, heads, slot) if stored else found
-            if len(kinds) > self._parts.setdefault((segment.request, call.key), len(kinds)):
-                # Quantising stores older entries anew: from now on that is what was written.
-                self._parts[segment.request, call.key] = len(kinds)
-                ledger[low : segment.start] = held[physical[: segment.start - low]]
-            ledger[segment.start : end] = held[physical[segment.start - low :]]
-            sums: list[tuple[UInt64, UInt64]] = []
-            changed: list[tuple[int, int]] = []
-            total = 0
-            for first, start, count in _alike_rows(call, low, segment):
-                where = physical[first - low : start + count - low]
-                span = (first, start, count, call.window or EVERYTHING)
-                *both, differ, number = fold_entries(found, where, span, (self._weights, weights), ledger)
-                sums.append((both[0], both[1]))
-                changed += [(int(p), int(h)) for p, h in differ]
-                total += number
-            written, read = (np.concatenate([each[i] for each in sums]) for i in range(2))
-            pieces.append((ledger[segment.start : end].copy(), written, read))
-            rows.append(np.arange(offsets[lane], offsets[lane + 1]))
-            places.append(physical[segment.start - low :])
-            events += [
-                {
-                    "kind": "cache_changed",
-                    "request": segment.request,
-                    "layer": call.layer,
-                    "entry": names[h].partition(".")[0],
-                    "head": int(names[h].partition(".")[2]),
-                    "position": p,
-                }
-                for p, h in changed
-            ]
-            if total > len(changed):
-                events.append(
-                    {
-                        "kind": "cache_changed_more",
-                        "request": segment.request,
-                        "layer": call.layer,
-                        "entries": total - len(changed),
-                    }
-                )
-        order = np.concatenate(rows)
-        slots = np.repeat(np.array(call.slots, np.int64), [len(r) for r in rows])
-        columns = np.concatenate(places)
-        single = len(kinds) == len(set(kinds)) and not call.device
-
-        def source(entry: int) -> Source:
-            part = 0 if entry < heads[0] else 1
-            where = (stored or memories)[part]
-            return Source(where.numpy()[:, entry - (heads[0] if part else 0)], where.dtype, slots, columns)
-
-        entries, written, read = (np.concatenate([p[i] for p in pieces]) for i in range(3))
-        return CacheCallRows(order, names, entries, written, read, events, source if single else None)
-
-    def _returned(
-        self, call: CacheCall, memories: list[Memory], kinds: list[str], heads: list[int]
-    ) -> dict[int, UInt64]:
-        """Digests uint64 [columns, heads] of all that came back, by slot."""
-        known = call.known
-        if known is None:
-            return {slot: self._found(call, memories, kinds, heads, slot) for slot in call.slots}
-        first = 0 if call.fresh is None else call.fresh.start
-        # Of all slots, since one without rows now may have some later, when only those would be read.
-        return {
-            slot: known.put(slot, first, self._found(call, memories, kinds, heads, slot), call.length)
-            for slot in range(call.parts[0][1].shape[0])
-        }
-
-    def _found(
-        self, call: CacheCall, memories: list[Memory], kinds: list[str], heads: list[int], slot: int
-    ) -> UInt64:
-        """Digests uint64 [T, heads] of the entries as they lie in the cache."""
-        parts: dict[str, UInt64] = {}
-        for i, kind in enumerate(kinds):
-            if call.device:
-                digests = np.asarray(call.device[i])[slot]
-            else:
-                digests = digest_entries(memories[i], slot)
-            # A quantised entry has several parts; odd weights keep one changed word visible in the sum.
-            weight = head_weight(np.array([1000 + i]))[0] if kind in parts else np.uint64(1)
-            parts[kind] = parts[kind] + weight * digests if kind in parts else digests
-        return np.concatenate(list(parts.values()), axis=1)
-
-
-def _same_place(a: Memory, b: Memory) -> bool:
-    return (a.address, a.dtype, a.strides[1:]) == (b.address, b.dtype, b.strides[1:])
-
-
-def _entry_names(kinds: list[str], heads: list[int]) -> tuple[str, ...]:
-    count = dict(zip(kinds, heads, strict=True))
-    return tuple(f"{kind}.{h}" for kind, n in count.items() for h in range(n))
-
-
 def cache_call(
     key: str,
     layer: int,
     update: CacheUpdate,
     fresh: range | None,
+    given: tuple[mx.array, mx.array],
     columns: int,
     lanes: tuple[tuple[int, ...], tuple[int, ...], bool],
     unkept: str = "",
@@ -398,7 +179,8 @@ def cache_call(
     """Describe one ``update_and_fetch`` right after it happened; None where the entries cannot be addressed, as in a
     cache whose class is not known.
 
-    ``fresh`` are the columns that have to be read, None for all; ``lanes`` are (segments, slots, own) as in CacheCall; ``unkept`` is a side that is left out.
+    ``fresh`` are the columns that have to be read, None for all; ``given`` are the keys and values that the cache was given; ``lanes``
+    are (segments, slots, own) as in CacheCall; ``unkept`` is a side that is left out.
     """
     cache, result = update.cache, update.result
     kind = cache_kind(cache)
@@ -413,17 +195,7 @@ def cache_call(
     )
     stored = tuple(array for _, array in own) if fits else ()
     length = parts[0][1].shape[2]
-    ring: tuple[int, int, int] | None = None
-    window: int | None = None
-    if kind is caches.RotatingKVCache:
-        window = cache.max_size
-        if columns == 1 and cache.offset > length:
-            ring = (cache._idx, cache.keep, length)
-    elif kind is caches.BatchRotatingKVCache:
-        window = cache.max_size
-        if columns == 1 and cache.rotated:
-            ring = (cache._idx, 0, length)
-    chunk = cache.chunk_size if kind is caches.ChunkedKVCache else None
+    window = cache.max_size if kind in (caches.RotatingKVCache, caches.BatchRotatingKVCache) else None
     if fresh is not None:
         # Taking copies, where a slice of a single head would hold the cache's own memory.
         parts = [(side, mx.take(part, _places(fresh.start, fresh.stop), axis=2)) for side, part in parts]
@@ -434,20 +206,34 @@ def cache_call(
         lanes[0],
         lanes[1],
         columns,
-        ring,
         window,
         lanes[2],
-        chunk=chunk,
         stored=() if fresh is not None else stored,
         length=length,
         fresh=fresh,
         known=update.known,
+        given=_comparable(given, parts, unkept),
+        returned=result[0],
+        whole=kind in _WHOLE,
     )
 
 
 @lru_cache(8)
 def _places(start: int, stop: int) -> mx.array:
     return mx.array(list(range(start, stop)), mx.uint32)
+
+
+def _comparable(
+    given: tuple[mx.array, mx.array], parts: Sequence[tuple[str, mx.array]], unkept: str
+) -> tuple[mx.array, ...]:
+    """What was given, in the order of ``parts``, where a cache stores just that; empty where it stores another form of it."""
+    sides = [side for side, kind in zip(given, "KV", strict=True) if kind != unkept]
+    fits = len(sides) == len(parts) and all(
+        side.ndim == 4
+        and (side.dtype, side.shape[1], side.shape[3]) == (part.dtype, part.shape[1], part.shape[3])
+        for side, (_, part) in zip(sides, parts, strict=True)
+    )
+    return tuple(handle(side) for side in sides) if fits else ()
 
 
 def entry_parts(result: Any) -> list[tuple[str, mx.array]] | None:

@@ -231,18 +231,28 @@ class ForwardRows:
         )
 
 
+@dataclass(frozen=True)
+class Reader:
+    """An attention call of the site ``key`` on what a cache gave back: ``columns`` keys, under ``mask``."""
+
+    key: str
+    columns: int
+    mask: Any
+
+
 @dataclass
 class CacheCall:
     """One ``update_and_fetch``: what came back, for the segments that it served.
 
     ``parts`` are the returned arrays [slots, heads, T, width] with the entry kind ("K" or "V") each belongs to
     (a quantised cache has several parts a kind); ``segments`` are the forward's segments it served and ``slots``
-    where each lies; ``columns`` how many columns were written; ``ring`` is (write index after the update, slots
-    kept in front, ring length) where the returned order is a ring's, else None; ``window`` is how many
-    positions a row sees, ``chunk`` that it sees those of its own chunk of so many; ``own`` says that the cache holds one request only, whatever column of the forward its
-    rows came from. ``device`` holds digests uint64 [slots, T, heads] where MLX computed them. ``stored`` are the cache's own arrays
-    in the order of ``parts``, at least as long; empty where the cache does not show them. With ``fresh`` the ``parts`` are copies of these
-    columns only, of ``length``, and ``known`` has the digests of the others.
+    where each lies; ``columns`` how many columns were written; ``window`` is how many positions a row sees where its mask is not
+    known; ``own`` says that the cache holds one request only, whatever column of the forward its rows came from. ``stored`` are the
+    cache's own arrays in the order of ``parts``, at least as long; empty where the cache does not show them. ``given`` are the keys and
+    values [slots, heads, columns, width] to be written, empty where another form of them is stored. ``device`` and ``device_given`` hold
+    digests uint64 [slots, T, heads] of ``parts`` and ``given`` where MLX computed them. ``returned`` are the keys as the model got them,
+    until the forward ends; ``whole`` says that the cache is of a class that keeps every entry; ``readers`` are the attention calls that were given them.
+    With ``fresh`` the ``parts`` are copies of these columns only, of ``length``, and ``known`` has the digests of the others.
     """
 
     key: str
@@ -251,15 +261,18 @@ class CacheCall:
     segments: tuple[int, ...]
     slots: tuple[int, ...]
     columns: int
-    ring: tuple[int, int, int] | None
     window: int | None
     own: bool
-    chunk: int | None = None
-    device: list[mx.array] = field(default_factory=list)
     stored: tuple[mx.array, ...] = ()
     length: int = 0
     fresh: range | None = None
     known: ColumnDigests | None = None
+    given: tuple[mx.array, ...] = ()
+    device: list[mx.array] = field(default_factory=list)
+    device_given: list[mx.array] = field(default_factory=list)
+    returned: Any = None
+    whole: bool = False
+    readers: list[Reader] = field(default_factory=list)
 
 
 @dataclass
@@ -267,7 +280,7 @@ class ForwardRecord:
     """Handles on everything that the taps saw in one forward, kept until it is digested.
 
     ``arrays`` are by port; ``states`` are those of them that are recurrent states (one row a slot, no row
-    axis). ``calls`` are the kernel paths taken, by site. ``finished`` and ``events`` hold what was digested before the forward ended, to
+    axis). ``calls`` are the kernel paths taken, by site. ``limited`` says by layer which rows do not see all up to their own position. ``finished`` and ``events`` hold what was digested before the forward ended, to
     bound memory; ``after`` are the event lines that follow the forward's own, until it is ``written``, and ``ended`` the
     requests that have no rows behind it.
     """
@@ -282,6 +295,7 @@ class ForwardRecord:
     events: list[dict[str, Any]] = field(default_factory=list)
     calls: dict[int, list[TakenPath]] = field(default_factory=dict)
     bookkeeping: list[dict[str, Any]] = field(default_factory=list)
+    limited: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
     masks: dict[int, str] = field(default_factory=dict)
     logits: mx.array | None = None
     hidden: mx.array | None = None
@@ -325,7 +339,7 @@ class Recording(Sink, Protocol):
     def begin(self, forward: Forward, cache: Sequence[Any]) -> None: ...
     def call(self, key: str, taken: TakenPath) -> None: ...
     def cache_call(self, key: str, keys: mx.array, values: mx.array, calls: list[CacheUpdate]) -> None: ...
-    def mask(self, layer: int | None, kind: str) -> None: ...
+    def attended(self, key: str, layer: int | None, keys: Any, mask: Any) -> None: ...
     def block_done(self, key: str) -> None: ...
     def end(self, forward: Forward, logits: mx.array) -> None: ...
 

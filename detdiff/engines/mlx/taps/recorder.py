@@ -20,7 +20,18 @@ from detdiff.trace import Generated, Lens, Rows, TraceWriter, digest_rows, forma
 from .digesting import Digester
 from .digests import device_entries, device_rows
 from .entries import Selection, cache_call
-from .forward import DRAFT, TARGET, Forward, ForwardRecord, ForwardRows, as_float32, memory, top
+from .forward import (
+    DRAFT,
+    TARGET,
+    CacheCall,
+    Forward,
+    ForwardRecord,
+    ForwardRows,
+    Reader,
+    as_float32,
+    memory,
+    top,
+)
 from .kernel_plan import NATIVE, TakenPath
 from .sites import Arrays, SiteMap
 from .unread import CacheUpdate
@@ -112,6 +123,28 @@ def _unchosen(record: ForwardRecord, head: int) -> dict[_CallGroup, list[int]]:
         own = _CallGroup(NATIVE, "", len(forward.selected), len(forward.selected), None)
         found.setdefault(own, []).append(head)
     return {group: sites for group, sites in found.items() if sites}
+
+
+def key_count(keys: Any) -> int:
+    """How many keys attention was given; quantised ones come in several arrays. 0 where that cannot be told."""
+    first = keys[0] if isinstance(keys, tuple | list) and keys else keys
+    return int(first.shape[-2]) if isinstance(first, mx.array) and first.ndim > 2 else 0
+
+
+def mask_kind(mask: Any) -> str:
+    """What a mask is, in a word."""
+    if mask is None:
+        return "none"
+    return mask if isinstance(mask, str) else getattr(mask, "kind", "array")
+
+
+def _returning(calls: Sequence[CacheCall], keys: Any, key: str, lane: int) -> CacheCall | None:
+    """The call that gave back these very keys, or that of the cache ``key`` where a model made others of them."""
+    for call in reversed(calls):
+        if call.returned is keys:
+            return call
+    own = [call for call in calls if call.key == key]
+    return own[lane] if lane < len(own) else None
 
 
 LAG = 2  # forwards whose digests wait: mlx-lm computes one ahead, so older ones are surely evaluated
@@ -248,8 +281,8 @@ class Recorder:
             slots = (0,) if packed else tuple(s.slot for s in segments)
             columns = segments[lane].count if packed else keys.shape[2]
             unkept = record.sites.unkept.get(write, "")
-            fresh = self._fresh(record, write, update)
-            found = cache_call(key, layer, update, fresh, columns, (lanes, slots, packed), unkept)
+            fresh, sides = self._fresh(record, write, update), (keys, values)
+            found = cache_call(key, layer, update, fresh, sides, columns, (lanes, slots, packed), unkept)
             if found is not None:
                 record.caches.append(found)
                 if update.known is not None:
@@ -267,9 +300,19 @@ class Recorder:
         turns = max(READ_ANEW, len(sites.cache_layers))
         return None if (known.updates + sites.cache_layers[write]) % turns == 0 else update.fresh
 
-    def mask(self, layer: int | None, kind: str) -> None:
-        if self._record is not None and layer is not None:
-            self._record.masks[layer] = kind
+    def attended(self, key: str, layer: int | None, keys: Any, mask: Any) -> None:
+        """Attention was given ``keys`` under ``mask``, one each for every request where they are apart."""
+        record = self._record
+        if record is None:
+            return
+        if layer is not None:
+            record.masks[layer] = mask_kind(mask)
+        inside, _, again = key.rpartition(".attention")
+        pairs = zip(getattr(keys, "parts", (keys,)), getattr(mask, "masks", (mask,)), strict=False)
+        for lane, (held, shown) in enumerate(pairs):
+            call = _returning(record.caches, held, f"{inside}.cache{again}", lane)
+            if call is not None:
+                call.readers.append(Reader(key, key_count(held), shown))
 
     def block_done(self, key: str) -> None:
         record = self._record
@@ -291,6 +334,8 @@ class Recorder:
         self._record = None
         if self._states is not None and forward.model == TARGET:
             self._states.left(forward, self._cache)
+        for call in record.caches:
+            call.returned = None
         if forward.logits_used:
             record.add("logits", [("in", self._head_out(record, logits)), ("out", logits)])
             if forward.model == TARGET:
@@ -378,7 +423,9 @@ class Recorder:
             record.device[port] = device_rows(array, axis)
         for call in record.caches:
             call.device = [device_entries(array) for _, array in call.parts]
-        return [*record.device.values(), *(d for call in record.caches for d in call.device)]
+            call.device_given = [device_entries(array) for array in call.given]
+        made = (d for call in record.caches for d in (*call.device, *call.device_given))
+        return [*record.device.values(), *made]
 
     def _drain(self) -> None:
         while self._pending:
@@ -394,7 +441,7 @@ class Recorder:
     def _finish(self, record: ForwardRecord) -> None:
         rows, events = self._digesters[record.forward.model].digest(record)
         forward = record.forward
-        caches, wrong = summarise(record.bookkeeping, record.masks, forward)
+        caches, wrong = summarise(record, forward)
         line = {
             "forward": forward.index,
             **({} if forward.model == TARGET else {"model": forward.model}),

@@ -449,9 +449,11 @@ class Session:
         if self._sink is not None:
             self._sink.site(key, "attention", [("in", q) for q in queries], [("out", y)], self._inside)
             if self.recording is not None and self.forward is not None:
-                self.recording.mask(
-                    self._layer(key), _mask_kind(kw.get("mask", args[5] if len(args) > 5 else None))
+                keys, mask = (
+                    kw.get(name, args[place] if len(args) > place else None)
+                    for name, place in (("keys", 1), ("mask", 5))
                 )
+                self.recording.attended(key, self._layer(key), keys, mask)
         return y
 
     def scan(self, kind: str, native: Callable[..., Any], args: Any, kw: Any) -> Any:
@@ -532,9 +534,3 @@ class Session:
         given = [("k", keys), ("v", values)]
         self._sink.site(f"{key}.write", "cache_write", given, given, self._inside)
         self._sink.site(f"{key}.read", "cache_read", [], [], self._inside)
-
-
-def _mask_kind(mask: Any) -> str:
-    if mask is None:
-        return "none"
-    return mask if isinstance(mask, str) else getattr(mask, "kind", "array")
