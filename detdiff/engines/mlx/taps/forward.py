@@ -232,7 +232,7 @@ class ForwardRows:
 
 
 @dataclass(frozen=True)
-class Reader:
+class KeyReader:
     """An attention call of the site ``key`` on what a cache gave back: ``columns`` keys, under ``mask``."""
 
     key: str
@@ -272,7 +272,7 @@ class CacheCall:
     device_given: list[mx.array] = field(default_factory=list)
     returned: Any = None
     whole: bool = False
-    readers: list[Reader] = field(default_factory=list)
+    readers: list[KeyReader] = field(default_factory=list)
 
 
 @dataclass

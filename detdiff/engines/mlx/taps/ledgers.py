@@ -61,7 +61,7 @@ class _Placed:
     whose: Mapping[int, tuple[int, int]]
 
 
-class _Entries:
+class _EntryLedger:
     """The entries of one request in one cache: digests uint64 [capacity, heads] as they were written, by position.
 
     ``end`` is the position after the last one written; ``parts`` is how many arrays an entry is stored in, more once it is quantised; ``lay`` where entries lay when they were last read;
@@ -105,7 +105,7 @@ class Ledgers:
     """The entries of all requests of a run, by request and cache."""
 
     def __init__(self) -> None:
-        self._of: dict[tuple[int, str], _Entries] = {}
+        self._of: dict[tuple[int, str], _EntryLedger] = {}
         self._prefixes: dict[int, tuple[int, int]] = {}
         self._weights: UInt64 = position_weight(np.arange(1024))
         self._heads: dict[int, UInt64] = {}
@@ -120,13 +120,13 @@ class Ledgers:
         self._of = {key: each for key, each in self._of.items() if key[0] != request}
         self._prefixes.pop(request, None)
 
-    def _entries(self, request: int, key: str, end: int, heads: int) -> _Entries:
+    def _entries(self, request: int, key: str, end: int, heads: int) -> _EntryLedger:
         found = self._of.get((request, key))
         if found is None:
             donor, tokens = self._prefixes.get(request, (request, 0))
             given = self._of.get((donor, key)) if tokens else None
             begun = np.zeros((0, heads), np.uint64) if given is None else given.written[:tokens]
-            found = self._of[request, key] = _Entries(begun.copy())
+            found = self._of[request, key] = _EntryLedger(begun.copy())
         found.room(end)
         if len(self._weights) < end:
             self._weights = position_weight(np.arange(2 * end))
@@ -192,7 +192,7 @@ class Ledgers:
         )
 
     def _write(
-        self, call: CacheCall, segment: Segment, entries: _Entries, digests: _CallDigests, slot: int
+        self, call: CacheCall, segment: Segment, entries: _EntryLedger, digests: _CallDigests, slot: int
     ) -> _Placed:
         """Put what the rows of a segment wrote into ``entries``; where entries lie if the newest come last, as in most caches."""
         found, heads = digests.returned(slot), self._head_weights(len(digests.names))
@@ -212,7 +212,7 @@ class Ledgers:
         return _Placed(positions, new, True, _NOBODYS)
 
     def _read(
-        self, call: CacheCall, segment: Segment, entries: _Entries, found: UInt64, placed: _Placed
+        self, call: CacheCall, segment: Segment, entries: _EntryLedger, found: UInt64, placed: _Placed
     ) -> tuple[_Placed, EntrySums]:
         """Where the entries ``found`` lie, and their sums."""
         weights = self._weights, self._head_weights(found.shape[1])
@@ -226,7 +226,7 @@ class Ledgers:
         return placed, sums
 
     def _searched(
-        self, call: CacheCall, segment: Segment, entries: _Entries, found: UInt64, placed: _Placed
+        self, call: CacheCall, segment: Segment, entries: _EntryLedger, found: UInt64, placed: _Placed
     ) -> _Placed:
         """Where each entry lies, by its digest: where it lay before, else wherever that was written."""
         heads, end = self._head_weights(found.shape[1]), segment.start + segment.count

@@ -27,7 +27,7 @@ from .forward import (
     Forward,
     ForwardRecord,
     ForwardRows,
-    Reader,
+    KeyReader,
     as_float32,
     memory,
     top,
@@ -312,7 +312,7 @@ class Recorder:
         for lane, (held, shown) in enumerate(pairs):
             call = _returning(record.caches, held, f"{inside}.cache{again}", lane)
             if call is not None:
-                call.readers.append(Reader(key, key_count(held), shown))
+                call.readers.append(KeyReader(key, key_count(held), shown))
 
     def block_done(self, key: str) -> None:
         record = self._record

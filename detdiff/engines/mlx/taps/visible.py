@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from detdiff.trace import format_ranges
 
-from .forward import Memory, Reader, Segment, memory
+from .forward import Memory, KeyReader, Segment, memory
 
 Int64 = NDArray[np.int64]
 
@@ -43,7 +43,7 @@ class Masks:
         self._plain: dict[tuple[int, int], bool] = {}
         self._lines: dict[tuple[int, bytes, Segment], list[dict[str, Any]]] = {}
 
-    def sight(self, reader: Reader, segment: Segment, rows: int, packed: bool) -> Sight | None:
+    def sight(self, reader: KeyReader, segment: Segment, rows: int, packed: bool) -> Sight | None:
         """What a segment's rows see, of ``rows`` of the call; None where the mask has a form that is not known."""
         key = id(reader.mask), reader.columns, id(segment)
         if key not in self._known:
@@ -68,7 +68,7 @@ class Masks:
         return self._lines[key]
 
 
-def _sight(reader: Reader, segment: Segment, rows: int, packed: bool) -> Sight | None:
+def _sight(reader: KeyReader, segment: Segment, rows: int, packed: bool) -> Sight | None:
     mask, columns, count = reader.mask, reader.columns, segment.count
     if mask is None:
         return Sight(np.zeros(count, np.int64), np.full(count, columns - 1, np.int64))
