@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from detdiff.trace import format_ranges
 
-from .forward import Memory, KeyReader, Segment, memory
+from .forward import KeyReader, Memory, Segment, memory
 
 Int64 = NDArray[np.int64]
 
