@@ -24,6 +24,9 @@ settings.register_profile("local", deadline=None, print_blob=True, max_examples=
 settings.register_profile("ci", deadline=None, print_blob=True, derandomize=True, database=None)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
 
+COSTLY_PAGES = ("docs/findings.md", "docs/reduce.md", "docs/strategies.md")
+"""Pages with examples of seconds, of what tests of the first tier show too."""
+
 pytest_plugins = ["plugins.real_models", "pytester"]
 
 
@@ -49,5 +52,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return
     left_out = pytest.mark.skip(reason="thorough: with CI=1 or DETDIFF_TEST_FULL=1")
     for item in items:
-        if item.get_closest_marker("thorough"):
+        if item.get_closest_marker("thorough") or item.nodeid.partition("::")[0] in COSTLY_PAGES:
             item.add_marker(left_out)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from functools import cache
 from pathlib import Path
 
@@ -16,8 +16,13 @@ def _parsed(source: str) -> ast.Module:
     return ast.parse(source)
 
 
-def imports(source: str) -> Iterator[str]:
+@cache
+def imports(source: str) -> frozenset[str]:
     """Every module that ``source`` imports anywhere, by its full name, but for relative ones."""
+    return frozenset(_named(source))
+
+
+def _named(source: str) -> Iterator[str]:
     for node in ast.walk(_parsed(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -47,14 +52,23 @@ def modules(root: Path, package: str) -> dict[str, Path]:
     return found
 
 
-def edges(known: Mapping[str, Path]) -> dict[str, set[str]]:
+def edges(known: Mapping[str, Path]) -> dict[str, frozenset[str]]:
     """By module, the others of ``known`` that it imports, inside of functions too; not those that only types need."""
-    return {name: set(_imported(name, path, known)) - {name} for name, path in known.items()}
+    names = frozenset(known)
+    found = {}
+    for name, path in known.items():
+        package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+        found[name] = _imported(package, path.read_text(encoding="utf-8"), names) - {name}
+    return found
 
 
-def _imported(name: str, path: Path, known: Mapping[str, Path]) -> Iterator[str]:
-    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-    tree = _parsed(path.read_text(encoding="utf-8"))
+@cache
+def _imported(package: str, source: str, known: frozenset[str]) -> frozenset[str]:
+    return frozenset(_imported_names(package, source, known))
+
+
+def _imported_names(package: str, source: str, known: frozenset[str]) -> Iterator[str]:
+    tree = _parsed(source)
     typed = {
         inner
         for node in ast.walk(tree)
@@ -79,7 +93,7 @@ def _imported(name: str, path: Path, known: Mapping[str, Path]) -> Iterator[str]
                     yield module
 
 
-def circles(graph: Mapping[str, set[str]]) -> list[set[str]]:
+def circles(graph: Mapping[str, Set[str]]) -> list[set[str]]:
     """The largest sets of modules that all import one another, directly or not."""
     reached: dict[str, set[str]] = {}
     for name in graph:

@@ -149,6 +149,7 @@ def test_greedy_text_of_an_untrained_twin_has_no_words(loaded: dict[str, tuple[A
     assert not reads_as_words(tokenizer.decode(tokens))
 
 
+@pytest.mark.thorough
 def test_some_steps_are_nearly_tied_and_most_are_not(loaded: dict[str, tuple[Any, Any]]) -> None:
     model, tokenizer = loaded["builtin"]
     margins = np.array([m for p in PROMPTS for m in greedy(model, tokenizer.encode(p), 200)[1]])

@@ -257,6 +257,7 @@ def test_the_libraries_stay_quiet_and_there_is_no_bar_off_a_terminal(scenario: P
     assert done.stderr == ""
 
 
+@pytest.mark.thorough
 def test_there_is_a_bar_on_a_terminal(scenario: Path, tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "detdiff.cli", "record", str(scenario), "-o", str(tmp_path / "t")]

@@ -32,6 +32,7 @@ def test_b_is_fed_what_a_generated(file: Path) -> None:
     assert f"force_tokens {file}" in " ".join(text.split())
 
 
+@pytest.mark.thorough
 def test_both_are_fed_the_tokens_of_a_trace(file: Path, tmp_path: Path) -> None:
     kept = run("compare", file, *SIDES, "--keep", tmp_path / "kept")
     assert kept.exit_code == 1, kept.output

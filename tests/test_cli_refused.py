@@ -319,6 +319,7 @@ def interrupt_when(
     process.send_signal(by)
 
 
+@pytest.mark.thorough
 def test_a_full_disk_keeps_the_finished_shards(tmp_path: Path) -> None:
     changes = ["--set", "max_tokens=11"]
     text = ended(begin("record", long_run(tmp_path), "-o", tmp_path / "t", *changes, limit=200_000))

@@ -75,6 +75,7 @@ def test_what_is_imported_already_or_not_there_is_left_alone() -> None:
     assert "detdiff_not_there" not in sys.modules
 
 
+@pytest.mark.thorough
 def test_the_demonstration_s_model_runs_nothing_of_torch() -> None:
     pytest.importorskip("torch")
     program = """

@@ -175,6 +175,7 @@ def test_a_trim_that_does_nothing_is_found(
     assert found.stage == "bookkeeping" and first["forward"] >= 0
 
 
+@pytest.mark.thorough
 def test_one_row_that_stays_in_one_layer_is_found_while_tokens_agree(
     runs: Runs, monkeypatch: pytest.MonkeyPatch
 ) -> None:

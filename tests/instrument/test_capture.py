@@ -195,7 +195,7 @@ def files(trace: Trace) -> dict[str, bytes]:
             ("gemma3_text", "packed", {"digest": "device"}),
         ],
         0,
-        1,
+        3,
     ),
 )
 def test_the_same_run_twice_gives_the_same_bytes(

@@ -47,6 +47,7 @@ def test_batching_in_torch_fails_with_the_m_and_what_it_does_to_the_tokens(
     assert "report.html" in text
 
 
+@pytest.mark.thorough
 def test_a_linear_layer_of_torch_is_reported_as_the_page_says(pytester: pytest.Pytester) -> None:
     if "avx512f" not in WORDS:
         need_torch()

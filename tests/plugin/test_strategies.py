@@ -100,7 +100,7 @@ def test_what_shrinks_to_what() -> None:
     "strategy",
     [
         pytest.param(compositions(), marks=only_in_full("from more compositions than packed ones"), id="all"),
-        pytest.param(compositions(schedule=PACKED), id="packed"),
+        pytest.param(compositions(schedule=PACKED), marks=pytest.mark.thorough, id="packed"),
     ],
 )
 def test_a_fault_of_three_requests_one_of_them_arriving_mid_prefill_is_shrunk_to_exactly_that(

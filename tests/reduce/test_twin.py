@@ -247,6 +247,7 @@ def test_a_twin_is_left_out_where_it_is_not_wanted(tmp_path: Path) -> None:
     assert not (tmp_path / "own" / "twin").exists() and found.rows_after * 4 <= found.rows_before
 
 
+@pytest.mark.thorough
 def test_a_fault_of_the_model_itself_keeps_the_model(tmp_path: Path) -> None:
     path = write_directory(tmp_path / "model")
     of = load(str(path))
