@@ -27,7 +27,7 @@ from detdiff.compare import (
     Values,
     measure,
 )
-from detdiff.compare.divergence import AcrossEngines, RoleDifference
+from detdiff.compare.divergence import AcrossEngines, EmbeddingDifference, RoleDifference, ScoredText
 from detdiff.errors import AnswerError
 from detdiff.report import SCHEMA, from_json, to_json
 
@@ -56,6 +56,8 @@ def full() -> Divergence:
         not_finite=(NotFiniteLogits("a", 0, 1, 0),),
         first_site=SiteDifference("norm", "norm", None, 0, "out", size),
         text=TextFlip(0, "a", "b"),
+        scored=ScoredText(3, -5.0, -6.0, 1, 2, 0.5, 0),
+        embedding=EmbeddingDifference(4, 1, 0.5, 0.99, 0, 0),
     )
     role = RoleDifference("q", 0, "q_proj", "Qcur-0.MUL_MAT", 3, 0.1, 0.2, "anchor", 4, 12.0)
     across = AcrossEngines((role,), role, 1, ("k",), ("v",), ("norm",), ("rope",), "")

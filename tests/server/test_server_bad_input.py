@@ -381,15 +381,21 @@ def test_several_models_and_one_that_is_not_there() -> None:
 def test_ctrl_c_in_a_batch_keeps_what_was_answered(tmp_path: Path) -> None:
     import _thread
 
+    answered, interrupted = threading.Semaphore(0), threading.Event()
+
     def reply(handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
         if body["prompt"] == "three":
-            threading.Timer(0.1, _thread.interrupt_main).start()
-            time.sleep(1)
+            # The others' answers are on their way; what is left is that they are read.
+            assert answered.acquire(timeout=60) and answered.acquire(timeout=60)
+            threading.Timer(1, _thread.interrupt_main).start()
+            interrupted.wait(60)
         send_events(handler, GOOD)
+        answered.release()
 
     with serving({"/v1/models": models("m"), "/v1/completions": reply}) as address:
         with pytest.raises(KeyboardInterrupt):
             record(scenario(address, "static"), tmp_path / "a")
+        interrupted.set()
     left = Trace.open(tmp_path / "a")
     assert not left.complete and set(left.generated(lens=False).request.tolist()) == {0, 1}
 
