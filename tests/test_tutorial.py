@@ -14,6 +14,7 @@ pytestmark = pytest.mark.thorough
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "tutorial.md"
+TURNS = ROOT / "docs" / "turns.md"
 
 
 def steps(text: str) -> Iterator[tuple[str, int, str]]:
@@ -48,6 +49,17 @@ def test_every_command_does_what_the_page_says(tmp_path: Path, monkeypatch: pyte
     assert {path.name for path in (tmp_path / "case").iterdir()} == {
         "a", "b", "report.html", "report.md", "report.json", "case.zip",
     }  # fmt: skip
+
+
+def test_the_commands_of_turns_do_what_their_page_says() -> None:
+    found = list(steps(TURNS.read_text(encoding="utf-8")))
+    assert len(found) == 2
+    for command, code, shown in found:
+        result = run(*shlex.split(command))
+        assert result.exit_code == code, (command, result.output)
+        assert shown
+        for line in shown.splitlines():
+            assert words(line) in words(result.output), (command, line, result.output)
 
 
 def test_a_page_that_shows_something_else_is_noticed() -> None:

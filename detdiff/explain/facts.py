@@ -95,6 +95,12 @@ class RecordedFacts:
         )
 
 
+def goes_on(scenario: Mapping[str, Any]) -> bool:
+    """Whether a scenario has later turns that go on over a kept cache."""
+    asked = scenario.get("request", ())
+    return scenario.get("turns", "kept") != "fresh" and any("turn" in each for each in asked)
+
+
 def _cache_types(scenario: Mapping[str, Any]) -> list[str]:
     engine = scenario.get("engine")
     settings = engine if isinstance(engine, Mapping) else {}
@@ -236,6 +242,12 @@ class Facts:
             run.lacks["cache"] for run in (self.divergence.a, self.divergence.b) if "cache" in run.lacks
         ]
         return tuple(dict.fromkeys(reasons or found))
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether a later turn of a run goes on over what was kept of the turn before."""
+        runs = () if self.divergence is None else (self.divergence.a, self.divergence.b)
+        return any(goes_on(run.scenario) for run in runs)
 
     @property
     def observed(self) -> tuple[str, ...]:

@@ -372,6 +372,17 @@ RULES: Final[tuple[VerdictRule, ...]] = (
         stops=("repeat", "cache_size"),
     ),
     VerdictRule(
+        "kept",
+        "a later turn gives other bits over the cache that was kept than its whole conversation from scratch, with every row on one "
+        "kernel path and caches that keep every bit, and a repeat is equal",
+        "bug",
+        lambda facts: facts.result("fresh") == "kept" and facts.result("repeat") == "equal",
+        sentences.say_kept,
+        ("fresh", "repeat"),
+        sentences.advise_bug,
+        stops=("repeat", "fresh"),
+    ),
+    VerdictRule(
         "leak",
         "other text of the neighbours, of the same length, changed a request, and a repeat is equal",
         "bug",

@@ -39,6 +39,10 @@ def say_served(facts: Facts) -> str:
     )
 
 
+def say_kept(facts: Facts) -> str:
+    return f"What a later turn goes on over is not what its conversation gives. {_said(facts, 'fresh')}"
+
+
 def say_changed(facts: Facts) -> str:
     return (
         "The trace is not repeated, and what was run in its place repeats itself: the code or the machine changed since it was recorded. "

@@ -165,6 +165,10 @@ _OF_REQUESTS: Final[Mapping[str, Any]] = {
     **{key.name: None for key in TABLE["Request sampling"]},
     "chat_template_args": None,
     "stop": None,
+    "cancel": None,
+    "rewind": 0,
+    "anew": False,
+    "use_adapter": True,
 }
 """What a request may be asked for beside its prompt, and what it is where nothing is asked."""
 _DECISIVE = tuple(
@@ -176,7 +180,9 @@ _DECISIVE = tuple(
 
 def asked(scenario: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """The scenario's requests by id; empty where it does not hold them."""
-    found = _tables(scenario, "request")
+    found = [
+        turn for request in _tables(scenario, "request") for turn in (request, *_tables(request, "turn"))
+    ]
     return {request["id"]: request for request in found if isinstance(request.get("id"), str)}
 
 
@@ -240,7 +246,7 @@ def decisive(scenario: Mapping[str, Any]) -> Iterator[str]:
     if found := _tables(scenario, "rule"):
         yield count(len(found), "rule")
     requests = asked(scenario)
-    arrivals = [request.get("arrival", 0) for request in requests.values()]
+    arrivals = [request.get("arrival", 0) for request in _tables(scenario, "request")]
     if any(arrivals):
         # As the flag is written.
         more = ",..." if len(arrivals) > 2 * _LISTED else ""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import mlx.core as mx
+import mlx.nn as nn
 import pytest
 from runs import Runs, model, prompts
 from tiers import some_now
@@ -142,6 +144,26 @@ def test_such_a_difference_is_rounding(runs: Runs) -> None:
     controls = ["repeat", "oracle", "pin_kernels"]
     verdict = explain(rounding(turns="fresh"), rounding(), loaded=model("llama"), controls=controls)
     assert (verdict.kind, verdict.rule) == ("numerics", "worse-path"), verdict.sentence
+
+
+def test_what_no_bookkeeping_shows_differs_from_a_conversation_from_scratch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    native = nn.RoPE.__call__
+
+    def rope(self: nn.RoPE, x: mx.array, offset: int = 0) -> mx.array:
+        # The first rows of a turn are turned as if they stood one further.
+        return native(self, x, offset=offset + (x.shape[2] == 3 and offset > 0))
+
+    request = {"id": "r0", "tokens": prompts((6,))[0], "turn": [{"tokens": [5, 6, 7, 8]}]}
+    asked = Scenario.from_dict({"model": "tiny", "max_tokens": 3, "request": [request]})
+    sound = explain(asked, asked.with_changes(turns="reloaded"), loaded=model("llama"), controls=["fresh"])
+    control = sound.control("fresh")
+    assert control is not None and control.result == "equal", control
+    monkeypatch.setattr(nn.RoPE, "__call__", rope)
+    verdict = explain(asked.with_changes(turns="fresh"), asked, loaded=model("llama"), repeats=1)
+    assert (verdict.kind, verdict.rule) == ("bug", "kept"), verdict.sentence
+    assert "layers.0.self_attn.rope" in verdict.sentence and "of r0/2" in verdict.sentence
 
 
 def test_forced_tokens_make_later_turns_comparable(runs: Runs) -> None:

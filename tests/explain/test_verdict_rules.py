@@ -190,6 +190,7 @@ CASES: dict[str, tuple[Callable[[], Facts], Callable[[], Facts]]] = {
     "sampling": (lambda: facts(chosen()), lambda: facts(diverged())),
     "quantised": (quantised, lambda: quantised(configuration="remains")),
     "cache-size": (sized, lambda: sized(cache_size="remains")),
+    "kept": (lambda: facts(fresh="kept", repeat="equal"), lambda: facts(fresh="rounds", repeat="equal")),
     "leak": (lambda: facts(neighbour_content="differs"), lambda: facts(neighbour_content="equal")),
     "padding": (lambda: facts(padding="differs"), lambda: facts(padding="equal")),
     "another-answer": (
