@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from detdiff.check.invariance import rule
+from detdiff.check.levels import rule
 from detdiff.check.settings import BOUNDED, EXACT, TOKENS
 from detdiff.compare import Divergence, NotCompared, compare
 from detdiff.compare.divergence import Finding
