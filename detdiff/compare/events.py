@@ -192,6 +192,7 @@ def event_answer(a: RunEvents, b: RunEvents) -> EventAnswer:
             *_turns(run),
             *_adapters(run),
             *_acceptance(run),
+            *_converted(run),
             *page_findings(run.trace, run.events, run.run),
         ]
         for run in runs
@@ -499,6 +500,26 @@ def _acceptance(run: RunEvents) -> Iterator[Finding]:
                 f"the engine counted {counted.get('accepted')} of {counted.get('proposed')} drafts accepted, and its "
                 f"verifications sum to {found[1]} of {found[0]}",
             )
+
+
+def _converted(run: RunEvents) -> Iterator[Finding]:
+    """Entries that are further from what was written than quantising them can put them, the first of each conversion."""
+    for event in run.of("quantise"):
+        outside = [each for each in _several(event.get("outside")) if isinstance(each, Mapping)]
+        if not outside or "request" not in event:
+            continue
+        first, more = outside[0], sum(int(each.get("entries", 1)) for each in outside)
+        error = first.get("error")
+        far = "is not finite" if error is None else f"is {error:.3g} times the bound of its scale"
+        yield Finding(
+            run.run,
+            "converted",
+            run.id(event),
+            event["forward"],
+            f"the cache entry {first.get('entry')} of layer {first.get('layer')}, head {first.get('head')}, position "
+            f"{first.get('position')} is not what was written: once quantised, its error {far}"
+            + (f", and {more - 1:,} more entries like it" if more > 1 else ""),
+        )
 
 
 def _quantised_apart(a: RunEvents, b: RunEvents) -> Iterator[Finding]:

@@ -47,6 +47,7 @@ CONTRADICTIONS: Final = {
     "cache_missing": "an entry of its own that a row did not see",
     "cache_foreign": "a cache entry that a row saw and that is not its own",
     "cache_changed": "a cache entry that is not what was written",
+    "converted": "a cache entry that quantising put further from what was written than half a step of its scale",
     "cache_more": "more contradictions of cache entries than are told one by one",
     "stale": "rows that a trim should have taken off and that were read again",
     "prefix": "a prefix taken over from other tokens",
@@ -70,11 +71,13 @@ class RecordedFacts:
 
     ``quantised_a`` and ``quantised_b`` are (position, last forward before it) of each quantisation of a cache, in order.
     ``not_finite`` lists (run, request id, index) of the first token in each run that was chosen from logits with
-    a NaN or an infinite top, or with None for the index of the first embedding that is not finite. ``unknown`` has the class of each layer's cache of which nothing is known, by layer, of either run.
+    a NaN or an infinite top, or with None for the index of the first embedding that is not finite. ``conversion_error`` is the largest of
+    a quantised entry in units of its bound, None where it was not measured. ``unknown`` has the class of each layer's cache of which nothing is known, by layer, of either run.
     """
 
     quantised_a: tuple[tuple[int, int], ...] = ()
     quantised_b: tuple[tuple[int, int], ...] = ()
+    conversion_error: float | None = None
     not_finite: tuple[tuple[str, str, int | None], ...] = ()
     unknown: Mapping[int, str] = field(default_factory=dict)
     answers: AnswerDifferences | None = None
@@ -88,6 +91,7 @@ class RecordedFacts:
         return cls(
             _quantised(a),
             _quantised(b),
+            _conversion_error(a, b),
             tuple(found for run, trace in (("a", a), ("b", b)) for found in _not_finite(run, trace)),
             {**_unknown(a), **_unknown(b)},
             differences(a, b) if all(engine_name(t.scenario) == SERVER for t in (a, b)) else None,
@@ -126,6 +130,17 @@ def _quantised(trace: Trace) -> tuple[tuple[int, int], ...]:
         (int(event["position"]), int(event["forward"]))
         for event in trace.events()
         if event["event"] == "quantise"
+    )
+
+
+def _conversion_error(*traces: Trace) -> float | None:
+    """The largest error of a converted cache entry in units of its bound, where both runs' were looked at."""
+    events = [event for trace in traces for event in trace.events() if event["event"] == "quantise"]
+    errors = [event.get("error") for event in events]
+    return (
+        max((float(e) for e in errors if e is not None), default=None)
+        if all(isinstance(error, int | float) for error in errors)
+        else None
     )
 
 
@@ -442,14 +457,20 @@ def _evidence(facts: Facts) -> Iterator[Evidence]:
     if facts.settings:
         yield Evidence("settings", f"the sides were asked for other caches: {'; '.join(facts.settings)}")
     if facts.recorded.quantised_a or facts.recorded.quantised_b:
+        error = facts.recorded.conversion_error
+        within = (
+            ""
+            if error is None or error > 1
+            else f"; what was converted is off what was written by at most {error:.3g} of its bound, half a step of its scale"
+        )
         places = {
             "a": [position for position, _ in facts.recorded.quantised_a],
             "b": [position for position, _ in facts.recorded.quantised_b],
         }
         yield Evidence(
             "quantised",
-            f"the cache was quantised at position {_list(places['a'])} in a and {_list(places['b'])} in b",
-            places,
+            f"the cache was quantised at position {_list(places['a'])} in a and {_list(places['b'])} in b{within}",
+            {**places, "error": error},
         )
     for run, request, index in facts.recorded.not_finite:
         yield Evidence(

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 from mlx_lm.generate import GenerationBatch, PromptProcessingBatch
-from mlx_lm.models.cache import ArraysCache, BatchRotatingKVCache, RotatingKVCache
+from mlx_lm.models.cache import ArraysCache, BatchRotatingKVCache, QuantizedKVCache, RotatingKVCache
 
 from detdiff.engines.mlx.taps.entries import cache_kind
 from detdiff.engines.mlx.taps.forward import Forward, ForwardRecord
@@ -165,9 +165,53 @@ class _CacheWatch:
                     layers=format_ranges(changed),
                     bits=kv_bits,
                     group_size=kv_group_size,
+                    **_converted({n: (before[n], prompt_cache[n]) for n in changed}),
                 )
 
         return quantise
+
+
+def _converted(caches: Mapping[int, tuple[Any, Any]]) -> dict[str, Any]:
+    """How far converted entries are from what was written, by layer: ``error``, the largest in units of its bound, and ``outside``,
+    the first of each layer and side that is not within it. Nothing of caches whose codes are not known.
+    """
+    largest, outside = 0.0, []
+    for layer, (written, codes) in caches.items():
+        if not isinstance(codes, QuantizedKVCache) or written.keys is None:
+            return {}
+        for entry, exact, held in (("K", written.keys, codes.keys), ("V", written.values, codes.values)):
+            rows = slice(0, int(written.offset))
+            error = quantisation_error(
+                exact[..., rows, :], [part[..., rows, :] for part in held], codes.group_size, codes.bits
+            )
+            sizes = np.asarray(error)[0].T  # [positions, heads]
+            wrong = np.argwhere(~(sizes <= 1))
+            if len(wrong):
+                position, head = wrong[0].tolist()
+                place = {"layer": layer, "entry": entry, "head": head, "position": position}
+                size = float(sizes[position, head])
+                outside.append({**place, "entries": len(wrong), "error": size if np.isfinite(size) else None})
+            else:
+                largest = max(largest, float(sizes.max(initial=0.0)))
+    return {"error": largest, **({"outside": outside} if outside else {})}
+
+
+def quantisation_error(exact: mx.array, codes: Sequence[mx.array], group_size: int, bits: int) -> mx.array:
+    """The largest error of each entry in units of its bound, float32 [slots, heads, rows]: of ``exact`` [slots, heads, rows, width]
+    in ``codes``, MLX's affine ones.
+
+    The bound is half a step of the scale. MLX moves the scale so that the end of a group's range that is farther from zero is exact,
+    by at most half a step of the whole range, which leaves the other end off by up to 4/3 of a step where its code is the last one. Roundings
+    of the dtype come on top.
+    """
+    packed, scales, biases = codes
+    held = mx.dequantize(packed, scales, biases, group_size=group_size, bits=bits).astype(mx.float32)
+    wide = [mx.repeat(part.astype(mx.float32), group_size, axis=-1) for part in (scales, biases)]
+    written, step, bias, last = exact.astype(mx.float32), mx.abs(wide[0]), wide[1], 2**bits - 1
+    steps = mx.where(mx.abs(held - bias) > (last - 0.5) * step, 4 / 3, 0.5)
+    slack = mx.finfo(scales.dtype).eps * (mx.abs(written) + mx.abs(bias) + last * step)
+    largest: mx.array = (mx.abs(written - held) / (steps * step + slack + 1e-30)).max(axis=-1)
+    return largest
 
 
 def _all(caches: Sequence[Any]) -> str:
