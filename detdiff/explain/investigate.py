@@ -37,6 +37,8 @@ DECIDING: Final = tuple(
 """The controls that a verdict on an engine without state can rest on, which is no server; the others say more of what it is about."""
 ACROSS_ENGINES: Final = ("repeat", "roles")
 """The controls for two engines, which have no operation in common that could be held or put in."""
+ACROSS_MODELS: Final = ("repeat", "adapters")
+"""The controls for two sets of weights, of which no operation has to agree with its twin."""
 _TEMPORARY: Final = re.compile(r"[^\s()]*detdiff-explain-[^\s()/]+/([ab])\b")
 """Where a side was recorded, which is gone when a message is read."""
 
@@ -93,7 +95,8 @@ def explain(
     divergence = _named(case.divergence, sides)
     facts = _facts(case, divergence)
     if controls is None:
-        wanted = ACROSS_ENGINES if across_engines else tuple(name for name in wanted if name != "roles")
+        wanted = tuple(name for name in wanted if name != "roles")
+        wanted = ACROSS_ENGINES if across_engines else ACROSS_MODELS if across_models else wanted
     if (
         controls is None
         and repeats is not None

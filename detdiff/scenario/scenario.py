@@ -506,8 +506,13 @@ def _check_mlx_lm(scenario: Scenario) -> None:
         own |= dict.fromkeys(request.sampling.beyond_keyed, True)
     asked = next((name for name, value in own.items() if value), None)
     if asked is not None and scenario.engine != MLX:
+        instead = (
+            "put it into engine.body as the server names it"
+            if scenario.engine == SERVER
+            else "use engine mlx"
+        )
         raise ScenarioConflict(
-            f"{asked} is mlx-lm's own, and engine is {scenario.engine}; remove {asked}, or use engine mlx."
+            f"{asked} is mlx-lm's own, and engine is {scenario.engine}; remove {asked}, or {instead}."
         )
     if scenario.cache.max_kv_size is not None and scenario.schedule.layout == "packed":
         raise ScenarioConflict(

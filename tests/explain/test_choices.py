@@ -14,11 +14,14 @@ import mlx.core as mx
 import pytest
 from mlx_lm.generate import BatchGenerator, GenerationBatch
 from runs import model, patched, scenario
+from tiers import some_now
 
 from detdiff.engines.base import IMPORTED
+from detdiff.engines.mlx.choice_causes import run_choices
 from detdiff.engines.mlx.engine import generate
 from detdiff.engines.mlx.sampling import TokenDraw
 from detdiff.explain import Verdict, explain
+from detdiff.explain.case import Case
 from detdiff.scenario import Sampling, Scenario
 
 Insert = Callable[..., Any]
@@ -306,3 +309,39 @@ def test_a_report_says_how_tokens_were_chosen() -> None:
     assert "greedy with logit_bias" in str(
         explained(greedy, greedy.with_changes(schedule="static")).divergence
     )
+
+
+EVERY: dict[str, Any] = {
+    **{"temperature": 0.8, "seed": 11, "logit_bias": {"5": 3.0, "7": -100.0}},
+    **{"top_p": 0.9, "min_p": 0.01, "top_k": 20},
+    **{
+        "repetition_penalty": 1.3,
+        "repetition_context_size": 6,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.25,
+    },
+}
+STATE: dict[str, Any] = {**EVERY, "sampler": "mlx-lm", "xtc_probability": 0.5, "xtc_threshold": 0.05}
+JOINING: dict[str, Any] = {"schedule": "continuous", "arrivals": (0, 3, 4), "active": 2}
+SOUND = some_now(
+    [
+        ("llama", STATE, JOINING),
+        ("qwen3_next", EVERY, {"prefill_chunk": 2}),
+        ("llama", EVERY, {**JOINING, "layout": "packed"}),
+        ("gemma3_text", STATE, {"schedule": "static"}),
+        ("qwen3_next", STATE, JOINING),
+        ("gemma3_text", {**EVERY, "temperature": 0.0}, JOINING),
+        ("llama", STATE, {"layout": "packed", "prefill_chunk": 2}),
+        ("qwen3_next", {"temperature": 1.5, "seed": 3, "sampler": "mlx-lm"}, {"schedule": "static"}),
+    ],
+    0,
+)
+
+
+@pytest.mark.parametrize(("arch", "sampling", "run"), SOUND)
+def test_every_draw_of_a_sound_run_is_as_asked(
+    arch: str, sampling: dict[str, Any], run: dict[str, Any]
+) -> None:
+    asked = scenario(max_tokens=4, lengths=(6, 3, 5), **sampling, **run)
+    found = run_choices(Case.of(asked, asked, loaded=model(arch, "bf16")), "b", {})
+    assert found.wrong is None and found.draws == 12

@@ -43,11 +43,14 @@ def run_choices(case: Case, side: Side, until: Mapping[str, int]) -> RunChoices:
     drawn = RunDraws.of(case, side, until)
     given = [draw for draw in drawn.known if not drawn.was_given(draw, drawn.given(draw))]
     chosen = drawn.unlike(drawn.chosen(drawn.samplers()))
-    takers = {draw.request for draw in drawn.draws if drawn.from_state(draw.request)}
-    shared = drawn.batched and len(takers) > 1
+    states = {
+        (drawn.work[draw.request].id, draw.index): drawn.states[draw.place]
+        for draw in drawn.known
+        if draw.place in drawn.states
+    }
     first = min((*given, *chosen), key=lambda draw: draw.place, default=None)
     if first is None:
-        return RunChoices(len(drawn.known), shared, None)
+        return RunChoices(len(drawn.known), states, None)
     tried, causes = _processors_tried(drawn, given) if first in given else _draws_tried(drawn, chosen)
     wrong = WrongChoice(
         side,
@@ -60,7 +63,7 @@ def run_choices(case: Case, side: Side, until: Mapping[str, int]) -> RunChoices:
         tuple(dict.fromkeys(tried)),
         tuple(dict.fromkeys(each for each in causes[1:] if each != causes[0])),
     )
-    return RunChoices(len(drawn.known), shared, wrong)
+    return RunChoices(len(drawn.known), states, wrong)
 
 
 def _processors_tried(drawn: RunDraws, wrong: Sequence[Draw]) -> tuple[list[str], list[str]]:

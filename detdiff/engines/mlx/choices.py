@@ -18,7 +18,7 @@ from detdiff.scenario import Scenario
 
 from .requests import prepare
 from .reruns import Reruns
-from .sampling import Processor, Sampler, StateDraw, native_sampler, processors, sampler
+from .sampling import Processor, Sampler, StateDraw, native_sampler, processors, random_state, sampler
 from .serve import serve
 
 Tokens = Mapping[int, mx.array]
@@ -102,6 +102,8 @@ class RunDraws:
         self.sampling = [request.sampling for request in scenario.requests]
         self.known = [draw for draw in draws if draw.token is not None and draw.logprobs is not None]
         self.batched = scenario.schedule.kind != "serial"
+        self.states: dict[int, int] = {}
+        """MLX's random state before each draw from it that was last computed, by the draw's place."""
 
     @classmethod
     def of(cls, case: Case, side: Side, until: Mapping[str, int]) -> RunDraws:
@@ -187,6 +189,8 @@ class RunDraws:
                 mx.random.seed(0 if seeds == SEED_ZERO else self._seed(draw.request))
             begun.add(draw.request)
             given = self.given(draw) if draw.logprobs is None else draw.logprobs
+            if self.from_state(draw.request):
+                self.states[draw.place] = random_state()
             found[draw.place] = made[owner(draw)](given)
         return found
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from detdiff.compare.divergence import RequestDivergence
 from detdiff.engines.base import CHOICES
 
 from ..case import Case, Side
@@ -51,11 +52,11 @@ class WrongChoice:
 
 @dataclass(frozen=True)
 class RunChoices:
-    """All draws of a run that were computed anew: how many, whether several requests took theirs from one random state, and
-    the first wrong one."""
+    """All draws of a run that were computed anew: how many, the random state before each that several requests draw from, by request
+    id and index (empty where none is shared), and the first wrong one."""
 
     draws: int
-    shared: bool
+    states: Mapping[tuple[str, int], int]
     wrong: WrongChoice | None
 
 
@@ -82,8 +83,8 @@ def _drawn(facts: Facts) -> bool:
 
 @control("choices", after=None, needs=(CHOICES,), asked_by=_drawn)
 def choices(case: Case) -> Outcome:
-    """Result ``otherwise`` where a draw is not what its request asks for, ``shared`` where all are and those of several requests
-    came from one random state, ``as_asked`` where all are.
+    """Result ``otherwise`` where a draw is not what its request asks for, ``shared`` where all are and a token that differs was
+    drawn from another state of MLX's one random state, ``as_asked`` where all are.
 
     Raises CannotRun where nothing was chosen otherwise, or draws cannot be computed anew.
     """
@@ -99,15 +100,24 @@ def choices(case: Case) -> Outcome:
             draws, first.run, first.request, first.index, first.stage, first.token, cause, first.tried
         )
         return Outcome("otherwise", "; ".join(each.sentence for each in wrong), figures)
-    if any(each.shared for each in found.values()):
+    if any(_other_state(request, found) for request in case.divergence.requests):
         sentence = (
             f"computed anew, {counted} are those that the requests ask for, taken in the order of each run from MLX's one random state, "
-            "which the requests of a batch share"
+            "which the requests of a batch share and which was another one at the token that differs"
         )
         return Outcome("shared", sentence, ChoiceFigures(draws))
     return Outcome(
         "as_asked", f"computed anew, {counted} are those that the requests ask for", ChoiceFigures(draws)
     )
+
+
+def _other_state(request: RequestDivergence, found: Mapping[Side, RunChoices]) -> bool:
+    """Whether a request's token that differs was drawn from another random state, which others drew from before."""
+    if request.flip is None:
+        return False
+    place = request.id, request.flip.index
+    states = [each.states.get(place) for each in found.values()]
+    return any(state is not None for state in states) and states[0] != states[1]
 
 
 def _last_asked(case: Case) -> dict[str, int]:
