@@ -14,6 +14,7 @@ from typing import Any
 from detdiff.compare import Divergence, compare
 from detdiff.engines.base import TIMED, Engine, RunOptions
 from detdiff.engines.record import record
+from detdiff.engines.registry import SERVER
 from detdiff.errors import PolicyUnusable
 from detdiff.scenario import Scenario
 
@@ -80,6 +81,8 @@ class Measurement:
 def timed(engine: Engine, scenario: Scenario) -> TimedRun:
     """Run a scenario without recording. Raises PolicyUnusable for an engine that cannot."""
     run: Any = getattr(engine, "timed", None)
+    if engine.name == SERVER:
+        return _served(engine, scenario)
     if TIMED not in engine.capabilities or run is None:
         raise PolicyUnusable(
             f"The engine {engine.name} cannot be timed: it runs nothing without recording. Measure on mlx, transformers, llama.cpp or a "
@@ -88,12 +91,27 @@ def timed(engine: Engine, scenario: Scenario) -> TimedRun:
     tokens: list[list[float]] = [[] for _ in scenario.requests]
     started = time.perf_counter()
 
+    def on_start() -> None:
+        nonlocal started
+        started = time.perf_counter()
+
     def on_token(request: int, token: int) -> None:
         tokens[request].append(time.perf_counter() - started)
 
-    came = run(scenario, on_token)
+    came = run(scenario, on_start, on_token)
     seconds = time.perf_counter() - started
     return TimedRun(seconds, [0.0 if each is None else each - started for each in came], tokens)
+
+
+def _served(engine: Engine, scenario: Scenario) -> TimedRun:
+    """What a server's trace says of its times; recording asks nothing more of a server."""
+    with tempfile.TemporaryDirectory(prefix="detdiff-bench-") as folder:
+        trace = record(scenario, Path(folder) / "t", engine=engine, options=RunOptions(durable=False))
+    times = trace.header["times"]
+    tokens = [list(times["requests"].get(request.id, ())) for request in scenario.requests]
+    arriving = scenario.schedule.kind == "continuous"
+    came = [float(request.arrival) if arriving else 0.0 for request in scenario.requests]
+    return TimedRun(max((each[-1] for each in tokens if each), default=0.0), came, tokens)
 
 
 def answers(

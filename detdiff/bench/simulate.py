@@ -7,7 +7,7 @@ over a model that computes nothing.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 from detdiff.engines.schedule import Work, admitted, allot, by_arrival, prompt_share
@@ -50,8 +50,10 @@ def simulate(scenario: Scenario, workload: Workload) -> list[ForwardShape]:
             "A policy with a draft cannot be simulated: how many forwards it takes depends on what the model accepts. Measure it."
         )
     work = work_of(workload, scenario)
-    if scenario.engine == LLAMA or scenario.schedule.layout == "packed":
-        return packed(scenario, work)
+    if scenario.engine == LLAMA:
+        return _in_graphs(scenario, work)
+    if scenario.schedule.layout == "packed":
+        return list(packed(scenario, work))
     if scenario.engine == "transformers":
         return padded_batches(scenario, work)
     own = _OWN.get(scenario.engine)
@@ -65,11 +67,10 @@ def simulate(scenario: Scenario, workload: Workload) -> list[ForwardShape]:
     return simulator(scenario, work)
 
 
-def packed(scenario: Scenario, work: Sequence[Work]) -> list[ForwardShape]:
+def packed(scenario: Scenario, work: Sequence[Work]) -> Iterator[ForwardShape]:
     """Iteration-level scheduling of rows on one axis, as the packed layout and the engine llama.cpp do it."""
     schedule = scenario.schedule
     waiting, active, step = by_arrival(work), list[Work](), 0
-    found: list[ForwardShape] = []
     while waiting or active:
         due = admitted(waiting, active, schedule, step)
         if not active and scenario.engine == LLAMA:
@@ -87,9 +88,50 @@ def packed(scenario: Scenario, work: Sequence[Work]) -> list[ForwardShape]:
                 item.done += count
                 item.generated += [0] * share.answers
             rows[item.index] = count
-        found.append(ForwardShape(rows, (1, sum(rows.values())), {item.index: item.done for item in active}))
+        yield ForwardShape(rows, (1, sum(rows.values())), {item.index: item.done for item in active})
         active = [item for item in active if not item.finished]
         step += 1
+
+
+def _in_graphs(scenario: Scenario, work: Sequence[Work]) -> list[ForwardShape]:
+    """llama.cpp's batches as the graphs that it computes.
+
+    Where each sequence has a cache of its own, ``llama_batch_allocr::split_equal`` takes as many rows of each that still has some, of
+    sequences whose numbers follow each other; else rows are taken in their order. Never more than ``ubatch``.
+    """
+    most = int(scenario.engine_settings.get("ubatch", 512))
+    equal = not scenario.engine_settings.get("unified", False)
+    # The sequence that was free longest is taken next, as the engine does it.
+    free, of = list(range(len(work))), dict[int, int]()
+    found: list[ForwardShape] = []
+    for batch in packed(scenario, work):
+        for request in batch.holding:
+            if request not in of:
+                of[request] = free.pop(0)
+        left = dict(batch.rows)
+        held = {request: count - batch.rows.get(request, 0) for request, count in batch.holding.items()}
+        while left:
+            part: dict[int, int] = {}
+            if equal:
+                last = -1
+                for request in left:
+                    if len(part) < most and (not part or of[request] == last + 1):
+                        part[request], last = 0, of[request]
+                count = min(min(left[request] for request in part), max(1, most // len(part)))
+                part = dict.fromkeys(part, count)
+            else:
+                room = most
+                for request, count in left.items():
+                    if room:
+                        part[request] = min(count, room)
+                        room -= part[request]
+            for request, count in part.items():
+                held[request] += count
+            left = {
+                request: n - part.get(request, 0) for request, n in left.items() if n > part.get(request, 0)
+            }
+            found.append(ForwardShape(part, (1, sum(part.values())), dict(held)))
+        free += [of.pop(request) for request in [each for each in of if work[each].finished]]
     return found
 
 

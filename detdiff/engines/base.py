@@ -88,8 +88,11 @@ OnTimedToken = Callable[[int, int], None]
 class RunsUnrecorded(Protocol):
     """What an engine with the capability ``timed`` has."""
 
-    def timed(self, scenario: Scenario, on_token: OnTimedToken) -> Sequence[float | None]:
-        """Run all requests as ``run`` does, without recording. When each came, by time.perf_counter(); None: at the start."""
+    def timed(
+        self, scenario: Scenario, on_start: Callable[[], None], on_token: OnTimedToken
+    ) -> Sequence[float | None]:
+        """Run all requests as ``run`` does, without recording; ``on_start`` is called when all is prepared. When each came, by
+        time.perf_counter(); None: at the start."""
 
 
 @dataclass(frozen=True)

@@ -98,7 +98,7 @@ def test_simulated_rows_are_the_lengths(given_lengths: list[tuple[int, int]], si
     workload = Workload(tuple(WorkItem(*each) for each in given_lengths), "drawn")
     active = {} if kind == "serial" else {"active": size}
     scenario = scenario_of(workload, schedule=kind, layout="packed", **active)
-    forwards = packed(scenario, work_of(workload, scenario))
+    forwards = list(packed(scenario, work_of(workload, scenario)))
     for number, (prompt, answer) in enumerate(given_lengths):
         assert sum(each.rows.get(number, 0) for each in forwards) == prompt + answer - 1
     limit = 1 if kind == "serial" else min(size, len(given_lengths))

@@ -30,7 +30,16 @@ from .graph import NodeGraph, ProbeBatch, probes
 from .layout import checked_library
 from .nodes import NodeRecorder, RecordingSizes
 from .recorder import LlamaRecorder
-from .served_models import DRAFT, FirstBatches, PreparedRun, ServedModel, drafted, model_parts, observed
+from .served_models import (
+    DRAFT,
+    FirstBatches,
+    PreparedRun,
+    ServedModel,
+    Unfollowed,
+    drafted,
+    model_parts,
+    observed,
+)
 from .serving import EndTokens, FedTokens, Serving
 from .sites import ROLES, GraphSites, find_sites
 from .trial import try_model
@@ -60,7 +69,7 @@ _CAPABILITIES: Final = frozenset(
     {
         base.TOKENS, base.LOGITS, base.SITES, base.INPUTS, base.ROWS_SEEN, base.CACHE, base.VALUES, base.FORWARDS,
         base.RESET, base.PIN_KERNELS, base.PATCH, base.DTYPE, base.ORACLE, base.MODEL_FILE, base.SERIAL, base.STATIC, base.CONTINUOUS, base.PREFILL_CHUNK, base.PACKED, base.TEXT,
-        base.SPECULATION,
+        base.SPECULATION, base.TIMED,
     }
 )  # fmt: skip
 _LACKS: Final = {
@@ -411,6 +420,23 @@ class LlamaEngine:
             "observer": observed(first),
             **({} if draft is None else {"speculation": counts}),
         }
+
+    def timed(
+        self, scenario: Scenario, on_start: Callable[[], None], on_token: base.OnTimedToken
+    ) -> list[float | None]:
+        """See ``base.RunsUnrecorded``: the same batches in contexts that nothing looks into."""
+        with self.prepared(scenario) as run, ExitStack() as stack:
+            plain = []
+            for each in [run] if run.draft is None else [run, run.draft]:
+                context = LlamaContext(each.context.model, each.context.settings)
+                stack.callback(context.close)
+                plain.append(replace(each, context=context, draft=None))
+            follows = Unfollowed(model_parts([each.graph for each in plain])[0])
+            draft = None if run.draft is None else ServedModel(plain[1], follows, plain[1].computed, False)
+            on_start()
+            serving = Serving(plain[0], False, plain[0].computed, lambda n, _, token: on_token(n, token))
+            serving.run(follows, lambda token: "", draft)
+            return [item.came for item in run.work]
 
     def _sizes(self, context: LlamaContext, graph: GraphSites, work: Sequence[Work]) -> RecordingSizes:
         settings = context.settings

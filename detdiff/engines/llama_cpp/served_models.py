@@ -53,6 +53,11 @@ class PreparedRun:
             )
         return {n: self.context.logits(n) for n, row in enumerate(rows) if row.answers}
 
+    def computed(self, shares: Sequence[Share], rows: list[BatchRow]) -> dict[int, Float32]:
+        """A ``Batch`` in a context that nothing looks into."""
+        self.context.decode(rows)
+        return {n: self.context.logits(n) for n, row in enumerate(rows) if row.answers}
+
 
 class FollowsBatches(Protocol):
     """What is told of each batch. ``owners`` are the requests of the cache's sequences; ``part`` says whose batches they are."""
@@ -71,6 +76,18 @@ class FollowsBatches(Protocol):
 
     def event(self, kind: str, **fields: Any) -> None:
         """Something was done after the last batch."""
+
+
+class Unfollowed:
+    """Follows batches that nobody records."""
+
+    def __init__(self, part: ModelPart) -> None:
+        self.owners, self.part = SequenceOwners(), part
+
+    def begin(self, shares: Sequence[Share], held: Sequence[int] | None = None) -> None: ...
+    def end(self, shares: Sequence[Share], logits: Mapping[int, Float32]) -> None: ...
+    def chosen(self, answers: Sequence[ChosenToken], texts: Callable[[int], str]) -> None: ...
+    def event(self, kind: str, **fields: Any) -> None: ...
 
 
 class ServedModel:

@@ -6,7 +6,7 @@ import hashlib
 import platform
 import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -148,11 +148,14 @@ class MlxEngine:
             )
         return run(scenario, self.models(scenario), begin, options)
 
-    def timed(self, scenario: Scenario, on_token: base.OnTimedToken) -> list[float | None]:
+    def timed(
+        self, scenario: Scenario, on_start: Callable[[], None], on_token: base.OnTimedToken
+    ) -> list[float | None]:
         """See ``base.RunsUnrecorded``."""
         models = self.models(scenario)
         work = prepared(scenario, models)
         sessions = Sessions.of(scenario, models)
+        on_start()
         run_unrecorded(scenario, sessions, work, None, lambda request, _, token: on_token(request, token))
         return [item.came for item in work]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from importlib import import_module
@@ -59,6 +59,7 @@ _CAPABILITIES: Final = frozenset(
         base.SERIAL,
         base.STATIC,
         base.EMBEDS,
+        base.TIMED,
     }
 )
 _ENCODER: Final = "it is a model without a head, which generates and scores nothing"
@@ -337,6 +338,29 @@ class TransformersEngine:
             "observer": {"forwards": len(logits), "equal": equal if logits else None},
         }
 
+    def timed(
+        self, scenario: Scenario, on_start: Callable[[], None], on_token: base.OnTimedToken
+    ) -> list[float | None]:
+        """See ``base.RunsUnrecorded``: each batch by ``generate`` as it is."""
+        batches = self._batches(scenario, self._given(scenario))
+        on_start()
+        for batch in batches:
+            ids, mask = self._padded(batch, False)
+            seen = [0] * len(batch.numbers)
+
+            def told(new: list[list[int]], batch: Batch = batch, seen: list[int] = seen) -> None:
+                for slot, tokens in enumerate(new):
+                    live = len(tokens) <= batch.limits[slot] and not any(
+                        t in batch.ends[slot] for t in tokens[:-1]
+                    )
+                    if live and len(tokens) > seen[slot]:
+                        seen[slot] = len(tokens)
+                        on_token(batch.numbers[slot], tokens[-1])
+
+            with self._torch.inference_mode():
+                self._generate(ids, mask, batch, on_step=told)
+        return [None] * len(scenario.requests)
+
     def _notes(self, pin_kernels: bool) -> list[str]:
         if not pin_kernels:
             return []
@@ -467,7 +491,14 @@ class TransformersEngine:
         if recorder is not None:
             recorder.chosen(found[:, -1].cpu().numpy())
 
-    def _generate(self, ids: Any, mask: Any, batch: Batch, pin_choice: bool = False) -> Any:
+    def _generate(
+        self,
+        ids: Any,
+        mask: Any,
+        batch: Batch,
+        pin_choice: bool = False,
+        on_step: Callable[[list[list[int]]], None] | None = None,
+    ) -> Any:
         """Ids [requests, columns] with what was generated. ``pin_choice``: of equal logits the lowest id is taken, whatever
         torch's argmax takes in a batch of this size."""
         settings = copy.deepcopy(self.model.generation_config)
@@ -489,6 +520,8 @@ class TransformersEngine:
 
         def done(so_far: Any, scores: Any, **_: Any) -> Any:
             new = so_far[:, longest:].tolist()
+            if on_step is not None:
+                on_step(new)
             over = [
                 len(tokens) >= limit or any(token in ends for token in tokens)
                 for tokens, limit, ends in zip(new, batch.limits, batch.ends, strict=True)

@@ -1,0 +1,66 @@
+"""llama.cpp and transformers: forwards as simulated, every token timed, answers as recorded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llama.models import need_llama, tiny_gguf
+from torch_models import need_torch, tiny_llama, torch_or_skip
+
+from detdiff.bench.measure import PolicyResult, answers, measure
+from detdiff.bench.policies import policies
+from detdiff.bench.workload import Lengths, drawn
+from detdiff.scenario import Scenario
+
+
+def measured(engine: Any, name: str, model: str, asked: list[str]) -> list[PolicyResult]:
+    workload = drawn(6, Lengths.parse("exponential:8"), Lengths.parse("exponential:5"), seed=3)
+    requests = [
+        {
+            "tokens": [(7 * n + 3 * i) % 50 + 5 for i in range(item.prompt_length)],
+            "max_tokens": item.answer_length,
+            "ignore_stop": True,
+        }
+        for n, item in enumerate(workload.items)
+    ]
+    scenario = Scenario.from_dict(
+        {
+            "model": model,
+            "engine": {"name": name, **engine.settings},
+            "schedule": "static",
+            "request": requests,
+        }
+    )
+    found = [PolicyResult(policy) for policy in policies(scenario, asked)]
+    answers(engine, found, workload)
+    measure(engine, found, 1)
+    for each in found:
+        assert each.simulated is True, (each.policy.name, each.why)
+        assert [len(times) for times in each.runs[0].tokens] == [
+            item.answer_length for item in workload.items
+        ]
+        assert all(times == sorted(times) and times[0] >= 0 for times in each.runs[0].tokens)
+    return found
+
+
+@pytest.mark.parametrize("unified", [False, pytest.param(True, marks=pytest.mark.thorough)])
+def test_llama_cpp_runs_the_graphs_that_are_simulated(tmp_path: Path, unified: bool) -> None:
+    need_llama()
+    from detdiff.engines.llama_cpp.engine import open_llama
+
+    path = tiny_gguf(tmp_path / "tiny.gguf", "Q4_1")
+    engine = open_llama(str(path), {"unified": unified, "ubatch": 16})
+    asked = ["static:2", "static", "continuous:3", "continuous:4 row_budget=9 prefill_chunk=5"]
+    found = measured(engine, "llama.cpp", str(path), asked)
+    assert len({each.counts.forwards for each in found if each.counts is not None}) > 3
+
+
+def test_transformers_runs_the_batches_that_are_simulated() -> None:
+    need_torch()
+    from detdiff.engines.transformers import TransformersEngine
+
+    engine = TransformersEngine(tiny_llama(torch_or_skip()))
+    found = measured(engine, "transformers", "tiny", ["static:2", "static"])
+    assert found[2].counts is not None and found[2].counts.padding > 0
