@@ -564,6 +564,11 @@ class Failure:
         }
 
 
+def library_lacks(error: ImportError) -> DetdiffError:
+    """What an engine's library lacks, by the versions that run: for those who call from Python as on the command line."""
+    return _foreign(error)
+
+
 def _foreign(error: BaseException) -> DetdiffError:
     if isinstance(error, KeyboardInterrupt):
         return Interrupted("Interrupted; nothing was written.")

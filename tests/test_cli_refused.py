@@ -19,6 +19,9 @@ from command_line import PROMPTS, SCENARIO, flags, heard_again, paragraph, run
 from plugins.small_models import small_config, write_directory
 from tiers import some_now
 
+import detdiff
+from detdiff import Scenario
+from detdiff.errors import DetdiffError
 from detdiff.trace import Trace
 
 
@@ -227,6 +230,10 @@ def test_another_version_of_a_library_says_which_runs(monkeypatch: pytest.Monkey
         and "pip install --upgrade 'mlx-lm>=" in text
     )
     assert "fault of detdiff" not in text
+    asked = Scenario.from_flags("builtin", PROMPTS[:1], "max_tokens=1")
+    with pytest.raises(DetdiffError) as raised:
+        detdiff.explain(asked, asked)
+    assert str(raised.value) in text.removeprefix("detdiff: ")
 
 
 def test_an_exception_of_a_library_is_not_called_a_fault_of_detdiff(monkeypatch: pytest.MonkeyPatch) -> None:

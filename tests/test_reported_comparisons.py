@@ -15,6 +15,7 @@ import pytest
 from command_line import run
 from test_reported_kinds import LLAMA, SMALL, directory
 from tiers import some_now
+from torch_models import torch_or_skip
 
 import detdiff
 from detdiff import Scenario
@@ -141,6 +142,73 @@ def other_weights(folder: Path, patch: pytest.MonkeyPatch, ill: bool) -> Asked:
     return Asked("tokens=1,2,3 max_tokens=2", f"model={one}", f"model={two}", more={"across_models": True})
 
 
+SINK = """
+import mlx.core as mx
+from mlx_lm.models import llama
+from mlx_lm.models.base import scaled_dot_product_attention
+from mlx_lm.models.cache import KVCache
+
+class SinkCache(KVCache):
+    def update_and_fetch(self, keys, values):
+        held = super().update_and_fetch(keys, values)
+        newest = max(1, self.offset - 4)
+        if keys.shape[2] > 1:
+            return held
+        return tuple(mx.concatenate([side[..., :1, :], side[..., newest:, :]], axis=2) for side in held)
+
+class ModelArgs(llama.ModelArgs):
+    pass
+
+class Model(llama.Model):
+    def make_cache(self):
+        return [SinkCache() for _ in self.layers]
+"""
+
+
+def a_cache_that_evicts(folder: Path, patch: pytest.MonkeyPatch, ill: bool) -> Asked:
+    model = directory(folder / "own", LLAMA, code=SINK)
+    both = "tokens=1,2,3,4,5,6,7,8,9 max_tokens=1 engine.custom_code=true"
+    return Asked(both, "prefill_chunk=2048", f"prefill_chunk={1 if ill else 64}", model)
+
+
+TORCH = """
+from torch_models import row_by_row, torch_or_skip
+from detdiff.engines.transformers import TransformersEngine
+
+def engine(model=None, settings=None):
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    torch = torch_or_skip()
+    torch.manual_seed(0)
+    config = Gemma3TextConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, sliding_window=4, layer_types=["full_attention"], eos_token_id=None,
+        bos_token_id=None, pad_token_id=0, attn_implementation="eager",
+    )
+    made = row_by_row(torch, Gemma3ForCausalLM(config).eval())
+
+    def fault(module, args, output):
+        # [batch, heads, rows, width]
+        changed = output.clone()
+        if output.shape[0] == 2 and output.shape[2] == 3:
+            changed[1, :, 1] += 1
+        return changed
+
+    if ILL:
+        made.get_submodule("model.layers.0.self_attn.q_norm").register_forward_hook(fault)
+    return TransformersEngine(made, name="tiny")
+"""
+
+
+def a_norm_over_heads_in_torch(folder: Path, patch: pytest.MonkeyPatch, ill: bool) -> Asked:
+    torch_or_skip()
+    (folder / "torch_engine.py").write_text(TORCH.replace("ILL", str(ill)))
+    patch.syspath_prepend(str(folder))
+    patch.delitem(sys.modules, "torch_engine", raising=False)
+    both = "tokens=1,2,3;4,5,6 max_tokens=2 engine=torch_engine:engine"
+    return Asked(both, "schedule=serial", "schedule=static", "m")
+
+
 def request(answer: Answer) -> Answer:
     (found,) = answer["requests"]
     return dict(found)
@@ -155,6 +223,18 @@ KINDS = (
         "A3 a cache converted whole", a_cache_quantised_whole,
         lambda found: request(found)["cache_entry"]["position"] == 0
         and request(found)["differing_entries"]["count"] == request(found)["differing_entries"]["entries"],
+    ),
+    Kind(
+        "A7 a norm over heads in torch", a_norm_over_heads_in_torch,
+        lambda found: found["requests"][0]["identical"]
+        and found["requests"][1]["origin"]["site"] == "model.layers.0.self_attn.q_norm"
+        and found["requests"][1]["origin"]["position"] == 1,
+    ),
+    Kind(
+        "A9 a cache that evicts", a_cache_that_evicts,
+        lambda found: request(found)["origin"]["site"] == "model.layers.0.self_attn.attention"
+        and request(found)["origin"]["position"] == 5 and not found["bookkeeping"]
+        and any("not recorded: class SinkCache" in note for note in found["notes"]),
     ),
     Kind(
         "A10 sizes in the dtype that was computed", a_setting("scores[1] -= 0.03 * on"),
@@ -181,7 +261,7 @@ KINDS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", some_now(KINDS, 2, 4, 5), ids=lambda kind: str(getattr(kind, "name", kind)))
+@pytest.mark.parametrize("kind", some_now(KINDS, 4, 6, 7), ids=lambda kind: str(getattr(kind, "name", kind)))
 def test_a_kind_is_answered_alike_and_its_twin_is_identical(
     kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

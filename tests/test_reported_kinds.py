@@ -39,7 +39,7 @@ QWEN3_NEXT = {
     "partial_rotary_factor": 0.5, "head_dim": 16, "full_attention_interval": 2, "norm_topk_prob": True,
 }  # fmt: skip
 GPT_OSS = {
-    **SMALL, "model_type": "gpt_oss", "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8,
+    **SMALL, "model_type": "gpt_oss", "head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": 8,
     "layer_types": ["sliding_attention", "full_attention"],
 }  # fmt: skip
 MAMBA = {
@@ -241,7 +241,7 @@ def ring_in_another_order(folder: Path, monkeypatch: pytest.MonkeyPatch, ill: bo
     chunk = "3" if ill else "64"
     model = directory(folder / "gpt_oss", GPT_OSS)
     numbers = ",".join(map(str, range(1, 21)))
-    return Asked(model, f"tokens={numbers} max_tokens=3", "prefill_chunk=2048", f"prefill_chunk={chunk}")
+    return Asked(model, f"tokens={numbers} max_tokens=1", "prefill_chunk=2048", f"prefill_chunk={chunk}")
 
 
 def other_place_in_the_batch(folder: Path, monkeypatch: pytest.MonkeyPatch, ill: bool) -> Asked:
@@ -300,7 +300,7 @@ KINDS = (
          ("not everything could be compared",)),
     Kind("D25 rare race", rare_race, ("nondeterminism", "repeat"), ("identical", "identical"), ("run again 5 times",)),
 )  # fmt: skip
-"""Of reports A, B and D; others have tests of their own, which docs/testing.md lists."""
+"""Kinds that ``explain`` answers; ``test_reported_comparisons.py`` has those of ``compare``."""
 
 
 @pytest.fixture(params=some_now(KINDS, 0), ids=lambda kind: kind.name)

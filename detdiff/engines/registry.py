@@ -14,7 +14,15 @@ from pathlib import Path
 from typing import Any, Final
 
 from detdiff.engines.base import IMPORTED, Engine
-from detdiff.errors import DetdiffError, EngineUnknown, EngineUnusable, ImportRefused, ReplayError, words_of
+from detdiff.errors import (
+    DetdiffError,
+    EngineUnknown,
+    EngineUnusable,
+    ImportRefused,
+    ReplayError,
+    library_lacks,
+    words_of,
+)
 from detdiff.scenario import Scenario
 
 GROUP: Final = "detdiff.engines"
@@ -57,18 +65,19 @@ def open_engine(scenario: Scenario) -> Engine:
 
 def open_named(name: str, model: str | None, settings: Mapping[str, Any]) -> Engine:
     """The engine ``name`` (registered, or ``package.module:factory``) with a model. Raises as ``open_engine`` does."""
-    factory = find_factory(name)
     try:
+        factory = find_factory(name)
         made = factory(*_arguments(factory, model, settings))
     except DetdiffError:
         raise
+    except ImportError as error:
+        if name in BUILT_IN:
+            raise library_lacks(error) from error
+        raise _failed(name, model, error) from error
     except Exception as error:  # a factory of the user's may fail in any way
         if name in BUILT_IN:
             raise
-        raise EngineUnusable(
-            f"The factory of the engine {name!r} raised {type(error).__name__} ({words_of(error)}) for the model {model!r}; expected an "
-            "engine. Correct the factory, or the model and settings that it is given."
-        ) from error
+        raise _failed(name, model, error) from error
     found = as_engine(made, name=name, settings=settings)
     if found is None:
         raise EngineUnusable(
@@ -76,6 +85,13 @@ def open_named(name: str, model: str | None, settings: Mapping[str, Any]) -> Eng
             "function with generate(requests, schedule). Return one of them."
         )
     return found
+
+
+def _failed(name: str, model: str | None, error: Exception) -> EngineUnusable:
+    return EngineUnusable(
+        f"The factory of the engine {name!r} raised {type(error).__name__} ({words_of(error)}) for the model {model!r}; expected an "
+        "engine. Correct the factory, or the model and settings that it is given."
+    )
 
 
 def as_engine(
