@@ -232,7 +232,7 @@ KINDS = (
     ),
     Kind(
         "A9 a cache that evicts", a_cache_that_evicts,
-        lambda found: request(found)["origin"]["site"] == "model.layers.0.self_attn.attention"
+        lambda found: request(found)["origin"]["site"] == "layers.0.self_attn.attention"
         and request(found)["origin"]["position"] == 5 and not found["bookkeeping"]
         and any("not recorded: class SinkCache" in note for note in found["notes"]),
     ),

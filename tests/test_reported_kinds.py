@@ -85,7 +85,12 @@ class Asked:
 
     def command_line(self) -> tuple[str, str, str]:
         model = ["--model", self.model] if self.model else []
-        options = [word for name, value in self.more.items() for word in (f"--{name}", str(value))]
+        controls = [word for name in self.more.get("controls", ()) for word in ("--control", name)]
+        numbers = {name: value for name, value in self.more.items() if name != "controls"}
+        options = [
+            *controls,
+            *(word for name, value in numbers.items() for word in (f"--{name}", str(value))),
+        ]
         sides = self.files or (*model, "--both", self.both, "--a", self.a, "--b", self.b)
         found = run("explain", *sides, *options, "--json")
         assert found.exit_code in (0, 1, 3), found.output
@@ -112,6 +117,10 @@ class Kind:
     words: tuple[str, ...] = ()
     never: tuple[str, ...] = ()
 
+
+JUDGED = {"controls": ("repeat", "oracle")}
+PINNED = {"controls": ("repeat", "oracle", "pin_kernels", "place")}
+"""Those that a verdict rests on; what only says more is not run."""
 
 ENGINE = """
 class Engine:
@@ -192,7 +201,7 @@ def mask_without_padding(folder: Path, monkeypatch: pytest.MonkeyPatch, ill: boo
 
     if ill:
         monkeypatch.setattr(minicpm3, "create_attention_mask", blind)
-    return Asked(directory(folder / "minicpm3", MINICPM3), f"{TOKENS} max_tokens=2")
+    return Asked(directory(folder / "minicpm3", MINICPM3), f"{TOKENS} max_tokens=2", more=JUDGED)
 
 
 def padding_through_a_state(folder: Path, monkeypatch: pytest.MonkeyPatch, ill: bool) -> Asked:
@@ -224,7 +233,7 @@ def state_that_decays_over_padding(folder: Path, monkeypatch: pytest.MonkeyPatch
 
     if ill:
         monkeypatch.setattr(gated_delta, "gated_delta_ops", decaying)
-    return Asked(directory(folder / "qwen3_next", QWEN3_NEXT), f"{TOKENS} max_tokens=2")
+    return Asked(directory(folder / "qwen3_next", QWEN3_NEXT), f"{TOKENS} max_tokens=2", more=JUDGED)
 
 
 def state_in_other_chunks(folder: Path, monkeypatch: pytest.MonkeyPatch, ill: bool) -> Asked:
@@ -241,7 +250,9 @@ def ring_in_another_order(folder: Path, monkeypatch: pytest.MonkeyPatch, ill: bo
     chunk = "3" if ill else "64"
     model = directory(folder / "gpt_oss", GPT_OSS)
     numbers = ",".join(map(str, range(1, 21)))
-    return Asked(model, f"tokens={numbers} max_tokens=1", "prefill_chunk=2048", f"prefill_chunk={chunk}")
+    return Asked(
+        model, f"tokens={numbers} max_tokens=1", "prefill_chunk=2048", f"prefill_chunk={chunk}", PINNED
+    )
 
 
 def other_place_in_the_batch(folder: Path, monkeypatch: pytest.MonkeyPatch, ill: bool) -> Asked:
@@ -261,7 +272,7 @@ def other_place_in_the_batch(folder: Path, monkeypatch: pytest.MonkeyPatch, ill:
     for name, order in (("a", requests), ("b", requests[::-1])):
         text = f'model = "{model}"\nschedule = "static"\nmax_tokens = 2\n' + "".join(order)
         (folder / f"{name}.toml").write_text(text)
-    return Asked(files=(folder / "a.toml", folder / "b.toml"))
+    return Asked(files=(folder / "a.toml", folder / "b.toml"), more=PINNED)
 
 
 def recording_that_changes_logits(folder: Path, monkeypatch: pytest.MonkeyPatch, ill: bool) -> Asked:
@@ -281,8 +292,8 @@ KINDS = (
          ("Side b, run again",), ("not about the batch",)),
     Kind("A6 state between calls", state_between_calls, ("nondeterminism", "served-before"), ("identical", "identical"),
          ("what was served before",)),
-    Kind("D19 mask without padding", mask_without_padding, ("bug", "outside"), ("identical", "identical"),
-         ("layers.0.self_attn.attention", "only padded rows", "in run b")),
+    Kind("D19 mask without padding", mask_without_padding, ("bug", "bookkeeping"), ("identical", "identical"),
+         ("the row at position 2 saw cells", "which no recorded row wrote", "in run b")),
     Kind("D20 padding through a state", padding_through_a_state, ("bug", "padding"), ("identical", "identical"),
          ("Padding leaks", "layers.0.linear_attn")),
     Kind("D20 padding through mamba's state", padding_through_mambas_state, ("bug", "padding"), ("identical", "identical"),
