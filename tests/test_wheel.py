@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import base64
+import hashlib
 import subprocess
 import sys
 import zipfile
@@ -46,3 +49,19 @@ def test_every_file_of_both_packages_is_in_the_wheel(wheel: set[str]) -> None:
 
 def test_nothing_else_becomes_importable(wheel: set[str]) -> None:
     assert {name.partition("/")[0] for name in wheel if ".dist-info/" not in name} == set(PACKAGES)
+
+
+def test_pytest_is_told_to_leave_an_editable_installation_s_finder_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """pytest cannot rewrite what is imported before it, and would warn of it in every run."""
+    from hatchling.build import build_editable
+
+    monkeypatch.chdir(ROOT)
+    with zipfile.ZipFile(tmp_path / build_editable(str(tmp_path))) as archive:
+        finder = archive.read("_editable_impl_detdiff.py")
+        (record,) = (name for name in archive.namelist() if name.endswith("/RECORD"))
+        listed = archive.read(record).decode().splitlines()
+    assert "PYTEST_DONT_REWRITE" in (ast.get_docstring(ast.parse(finder)) or "")
+    digest = base64.urlsafe_b64encode(hashlib.sha256(finder).digest()).rstrip(b"=").decode()
+    assert f"_editable_impl_detdiff.py,sha256={digest},{len(finder)}" in listed
