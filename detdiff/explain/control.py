@@ -112,14 +112,15 @@ class Registered:
     """A control as it was registered.
 
     ``needs`` are the capabilities that the engines of both sides must have, and ``after`` is the control that it follows.
-    ``asked_by`` says whether the facts so far are worth its re-runs; a control that is asked for by name is run anyway.
+    ``asked_by`` says whether the facts so far are worth its re-runs, or why it need not be run where that is worth saying; a control
+    that is asked for by name is run anyway.
     """
 
     name: str
     run: Callable[[Case], Outcome]
     needs: tuple[str, ...]
     after: str | None
-    asked_by: Callable[[Facts], bool]
+    asked_by: Callable[[Facts], bool | str]
 
 
 _REGISTERED: dict[str, Registered] = {}
@@ -130,7 +131,7 @@ def control(
     *,
     after: str | None,
     needs: tuple[str, ...] = (),
-    asked_by: Callable[[Facts], bool] = lambda facts: True,
+    asked_by: Callable[[Facts], bool | str] = lambda facts: True,
 ) -> Callable[[Callable[[Case], Outcome]], Callable[[Case], Outcome]]:
     """Registers a function of a case as the control ``name``, which is run after the control ``after``."""
 

@@ -401,6 +401,28 @@ class Facts:
         )
 
     @property
+    def held(self) -> bool:
+        """A change of path, place or order whose cause was tried: held, it makes no difference; repeated, neither side changes."""
+        held = (
+            (self.path_change or self.moved_alone)
+            and self.result("pin_kernels") == "removed"
+            and self.result("repeat") == "equal"
+        )
+        # What never reached a cache or a logit is not seen to go.
+        return held and self.shows
+
+    def rests_without(self, what: str) -> str:
+        """Why a control that only says more need not be run; empty where nothing is decided yet."""
+        if not self.held_inside:
+            return ""
+        return f"the rounding is inside its bound and held it is gone, so that {what} would say nothing more"
+
+    @property
+    def held_inside(self) -> bool:
+        """The same, and every judged origin is inside of its rounding bound on both sides."""
+        return self.held and self.result("oracle") == "inside"
+
+    @property
     def read_otherwise(self) -> tuple[tuple[str, Origin], ...]:
         """First origins, by request, at which a cache was read otherwise than it was written."""
         return tuple(

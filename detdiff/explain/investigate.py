@@ -167,13 +167,16 @@ def _run(
     for name in wanted:
         rule = deciding(facts)
         if not all_of_them:
-            considered |= {each for each in wanted if not CONTROLS[each].asked_by(facts)}
+            considered |= {each for each in wanted if _spared(each, facts) is not None}
             if rule.stops is not None and all(
                 each in considered or each not in wanted for each in rule.stops
             ):
                 done[name] = Control(name, NOT_RUN, f"the rule {rule.name} decides without it", 0, 0.0)
                 continue
-            if not CONTROLS[name].asked_by(facts):
+            spared = _spared(name, facts)
+            if spared:
+                done[name] = Control(name, NOT_RUN, spared, 0, 0.0)
+            if spared is not None:
                 continue
         if on_control is not None:
             on_control(name)
@@ -181,6 +184,14 @@ def _run(
         considered.add(name)
         facts = replace(facts, controls=dict(done))
     return replace(facts, controls=done)
+
+
+def _spared(name: str, facts: Facts) -> str | None:
+    """Why a control is not worth its re-runs, empty where that need not be said; None: it is."""
+    asked = CONTROLS[name].asked_by(facts)
+    if isinstance(asked, str):
+        return asked
+    return None if asked else ""
 
 
 def judged_origins(case: Case, at_most: int) -> Control:

@@ -79,19 +79,8 @@ def _outside(facts: Facts) -> bool:
     )
 
 
-def _held(facts: Facts) -> bool:
-    """A change of path, place or order whose cause was tried: held, it makes no difference; repeated, neither side changes."""
-    held = (
-        (facts.path_change or facts.moved_alone)
-        and facts.result("pin_kernels") == "removed"
-        and facts.result("repeat") == "equal"
-    )
-    # What never reached a cache or a logit is not seen to go.
-    return held and facts.shows
-
-
 def _precision(facts: Facts) -> bool:
-    return _held(facts) and facts.oracle is not None and bool(facts.oracle.precision)
+    return facts.held and facts.oracle is not None and bool(facts.oracle.precision)
 
 
 def _worse(facts: Facts) -> bool:
@@ -99,7 +88,7 @@ def _worse(facts: Facts) -> bool:
 
 
 def _path(facts: Facts) -> bool:
-    return _held(facts) and facts.result("oracle") == "inside"
+    return facts.held_inside
 
 
 RULES: Final[tuple[VerdictRule, ...]] = (

@@ -16,6 +16,7 @@ from detdiff.scenario import Capture
 from ..case import Case, Side
 from ..control import CannotRun, Figures, Outcome, control
 from ..deciding import deciding_row
+from ..facts import Facts
 
 OTHER: Final = "float32"
 NAMES: Final = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -62,7 +63,11 @@ class _MeasuredPlace:
     ports: tuple[str, ...] = ()
 
 
-@control("dtype", after="neighbour_length", needs=(DTYPE, VALUES))
+def _asked(facts: Facts) -> bool | str:
+    return facts.rests_without("another dtype") or True
+
+
+@control("dtype", after="neighbour_length", needs=(DTYPE, VALUES), asked_by=_asked)
 def dtype(case: Case) -> Outcome:
     """Both sides in the model's dtype and in float32, with the output of the first origin kept.
 

@@ -84,7 +84,11 @@ def neighbour_content(case: Case) -> Outcome:
     return Outcome("differs", sentence, NeighbourFigures(**detail))
 
 
-@control("neighbour_length", after="patch_out", asked_by=_inside)
+def _length_asked(facts: Facts) -> bool | str:
+    return facts.rests_without("another length of the neighbours") or _inside(facts)
+
+
+@control("neighbour_length", after="patch_out", asked_by=_length_asked)
 def neighbour_length(case: Case) -> Outcome:
     """The other requests one token shorter (longer, where they have one). Result ``equal`` or ``differs``: shapes change,
     so kernels may, and only together with ``neighbour_content`` does it say anything."""

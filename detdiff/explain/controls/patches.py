@@ -10,6 +10,7 @@ from detdiff.engines.base import PATCH
 
 from ..case import Case, Side
 from ..control import BudgetSpent, Figures, Outcome, by_groups, control, ranges
+from ..facts import Facts
 
 TRIALS = 256
 """Trials at most in a search for the smallest set; each is one forward."""
@@ -77,14 +78,21 @@ class _TrialsSpent(Exception):
     """The trials are used up."""
 
 
-@control("patch_in", after="minimal_change", needs=(PATCH,))
+def _says_more(facts: Facts) -> bool | str:
+    """Nothing rests on which entries carried a flip, and a search for them takes longest, where its path changes are known."""
+    if facts.held_inside and facts.result("minimal_change") == "smallest":
+        return "the smallest set of path changes is known, and no rule asks which cache entries carried them"
+    return True
+
+
+@control("patch_in", after="minimal_change", needs=(PATCH,), asked_by=_says_more)
 def patch_in(case: Case) -> Outcome:
     """Run a's differing cache entries in b. Result ``removed`` (b then decides as a did), ``remains``, ``no_differing_entries``, or ``no_effect``
     where differing cache entries differ and both decide alike."""
     return _patch(case, "b", ("removed", "remains"))
 
 
-@control("patch_out", after="patch_in", needs=(PATCH,))
+@control("patch_out", after="patch_in", needs=(PATCH,), asked_by=_says_more)
 def patch_out(case: Case) -> Outcome:
     """Run b's differing cache entries in a. Result ``reproduced`` (a then decides as b did), ``not_reproduced``, ``no_differing_entries`` or
     ``no_effect``."""
