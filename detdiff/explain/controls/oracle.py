@@ -10,7 +10,7 @@ import numpy as np
 
 from detdiff.engines.base import ORACLE, VALUES, Overrides
 from detdiff.errors import OracleRefused
-from detdiff.scenario import Capture, Scenario
+from detdiff.scenario import GENERATE, Capture, Scenario
 from detdiff.trace import Site
 
 from ..case import Case, Side
@@ -102,9 +102,10 @@ def judged(case: Case, at_most: int) -> Outcome:
     if plain or (known and between):
         asked = [*plain, *(between if known else ())]
         sides = [_captured(case, side, asked, origin_rows) for side in "ab"]
-        again = _again(sides, origin_rows)
-        if again is not None:
-            raise CannotRun(again)
+        captured = _captured_rows(sides, origin_rows)
+        places = {id(each): place for place, each in enumerate(origin_rows)}
+        plain, between = ([captured[places[id(each)]] for each in some] for some in (plain, between))
+        origin_rows = captured
         case.known["captured"] = sides, origin_rows
         taken = {id(each) for each in plain}
         plain += [each for each in _largest(origin_rows, sides) if id(each) not in taken]
@@ -138,7 +139,7 @@ def _captured(
     """A re-run that keeps the values of the chosen sites, the cache entries that they need, and attention's calls at its origins."""
     from ..origins import DRAFT, Captured
 
-    scenario = case.scenario(side)
+    scenario = _until_last(case, case.scenario(side), origin_rows)
     layers = {
         (each.site.layer, each.site.name.startswith(DRAFT))
         for each in chosen
@@ -173,17 +174,51 @@ def _captured(
     return Captured(trace, watch)
 
 
-def _again(sides: Sequence[Captured], origin_rows: Sequence[OriginRow]) -> str | None:
-    """Why the captured re-runs are not those that are asked about; None where they are."""
+def _until_last(case: Case, scenario: Scenario, origin_rows: Sequence[OriginRow]) -> Scenario:
+    """The scenario with requests that end soon after the last origin of both sides: what comes later is not asked about.
+
+    Nobody ends before the forward of that origin, nor proposes less in it because the end is near.
+    """
+    if scenario.task != GENERATE or any(request.turn is not None for request in scenario.requests):
+        return scenario
+    spare = 2 + (0 if scenario.speculation is None else scenario.speculation.drafts)
+    needed = dict.fromkeys((request.id for request in scenario.requests), spare)
+    sides: tuple[Side, ...] = ("a", "b")
+    for side in sides:
+        made = case.trace(side).generated(lens=False)
+        alone = case.scenario(side).schedule.kind == "serial"
+        for number, id in enumerate(case.ids(side)):
+            # Who is served alone does not wait for what others come to.
+            forwards = [
+                each.forward_a if side == "a" else each.forward_b
+                for each in origin_rows
+                if each.request == id or not alone
+            ]
+            last = max(forwards, default=-1)
+            some = made.index[(made.request == number) & (made.forward <= last)]
+            if id in needed and len(some):
+                needed[id] = max(needed[id], int(some.max()) + 1 + spare)
+    requests = [replace(each, max_tokens=min(each.max_tokens, needed[each.id])) for each in scenario.requests]
+    return replace(scenario, requests=tuple(requests))
+
+
+def _captured_rows(sides: Sequence[Captured], origin_rows: Sequence[OriginRow]) -> list[OriginRow]:
+    """The same origins with their rows' places in the captured re-runs. Raises CannotRun where those have other origins."""
     from ..origins import origins
 
     found = {
-        (each.site.name, each.request, each.position) for each in origins(sides[0].trace, sides[1].trace)
+        (each.site.name, each.request, each.position): each
+        for each in origins(sides[0].trace, sides[1].trace)
     }
-    asked = {(each.site.name, each.request, each.position) for each in origin_rows}
-    if found != asked:
-        return "the re-runs that captured values have other origins than the runs, which do not repeat"
-    return None
+    asked = [(each.site.name, each.request, each.position) for each in origin_rows]
+    if found.keys() != set(asked):
+        raise CannotRun(
+            "the re-runs that captured values have other origins than the runs, which do not repeat"
+        )
+    return [
+        replace(each, row_a=found[key].row_a, row_b=found[key].row_b)
+        for key, each in zip(asked, origin_rows, strict=True)
+    ]
 
 
 def _largest(origin_rows: Sequence[OriginRow], sides: Sequence[Captured]) -> list[OriginRow]:

@@ -16,6 +16,7 @@ from .entries import DistinctValue, KeptValues, Selection, Source
 from .forward import ForwardRecord, ForwardRows, Memory, memory
 from .ledgers import Ledgers
 from .sites import SiteMap
+from .unread import node
 from .visible import Masks
 
 UInt64 = NDArray[np.uint64]
@@ -77,16 +78,22 @@ class Digester:
             return [self._device_column(record, table, port) for port in sorted(record.arrays)]
         found: dict[tuple[Any, ...], list[int]] = {}
         memories: dict[int, tuple[Memory, int | None]] = {}
+        # Half of the ports hold the very array of another one, and asking where one lies takes longest.
+        known: dict[tuple[int, int | None], tuple[Memory, tuple[int, ...]]] = {}
         for port in sorted(record.arrays):
             array = record.arrays[port]
             axis = record.axis(port)
-            where = memory(array)
-            job = layout_job(where, axis)
-            if job is None:
-                array = record.arrays[port] = mx.contiguous(array)
+            place = node(array) or id(array), axis
+            if place not in known:
                 where = memory(array)
-                job = layout_job(where, axis)
-                assert job is not None
+                walk = layout_job(where, axis)
+                if walk is None:
+                    array = record.arrays[port] = mx.contiguous(array)
+                    where = memory(array)
+                    walk = layout_job(where, axis)
+                    assert walk is not None
+                known[place] = where, walk
+            where, job = known[place]
             kind = "state" if axis is None else "compact" if port in self._compact else "row"
             found.setdefault((kind, where.dtype, job), []).append(port)
             memories[port] = (where, axis)

@@ -38,9 +38,14 @@ _WRITING: dict[type, tuple[str, ...]] = {
 }
 
 
-def _node(array: Any) -> int:
-    if not isinstance(array, mx.array):
+def node(array: Any) -> int:
+    """A number that all handles on one array have in common, and no other array while one of them lives; 0: it is not known."""
+    if not isinstance(array, mx.array) or not nodes_are_known():
         return 0
+    return _address(array)
+
+
+def _address(array: mx.array) -> int:
     return ctypes.c_void_p.from_address(id(array) + _NODE).value or 0
 
 
@@ -57,7 +62,7 @@ def nodes_are_known() -> bool:
         return False
     second, written = _handles([first, first])
     written[0] = 1
-    same, apart = _node(first) == _node(second) != 0, {_node(a) for a in (first, other, written)}
+    same, apart = _address(first) == _address(second) != 0, {_address(a) for a in (first, other, written)}
     return same and len(apart) == 3
 
 
@@ -123,7 +128,7 @@ class CacheUpdates:
         if left is None or not _is_mlx_lms(cache, native):
             return None
         arrays = _arrays(cache)
-        if [_node(array) for array in arrays] != [_node(array) for array in left.arrays]:
+        if [node(array) for array in arrays] != [node(array) for array in left.arrays]:
             return None
         rotating = type(cache) is caches.RotatingKVCache
         if rotating and arrays[0].shape[2] > cache.max_size:
