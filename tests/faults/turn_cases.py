@@ -306,6 +306,33 @@ def cancelled_rows(seed: int) -> TurnTrial:
     )
 
 
+def sink_evicted(seed: int) -> TurnTrial:
+    """A ring that is to keep its first four entries for good begins again at its very beginning."""
+
+    def update(native: Call) -> Call:
+        def injected(self: Any, *given: Any) -> Any:
+            keep = self.keep
+            if self._idx == self.max_size:
+                self.keep = 0
+            found = native(self, *given)
+            self.keep = keep
+            return found
+
+        return injected
+
+    # From scratch the keys of a ring lie in another order, which rounds otherwise.
+    asked = talk(seed, {}, length=5 + seed % 4, max_kv_size=8)
+    return TurnTrial(
+        asked,
+        asked.with_changes(turns="reloaded"),
+        tiny("qwen2", seed=seed),
+        Around(partial(replaced, caches.RotatingKVCache, "_update_in_place", update)),
+        "r0",
+        "cache_missing",
+        ("the row at position 8 did not see the entry of its own position 0 in the cache of layers 0-1",),
+    )
+
+
 def adapter_left_on(seed: int, folder: Path) -> TurnTrial:
     """One layer's adapter goes on computing in a turn that is to be without it."""
     layer, name = seed % 2, ("q_proj", "v_proj")[seed // 2 % 2]
@@ -400,6 +427,7 @@ TURN_CASES: dict[str, Callable[[int], TurnTrial]] = {
     "page freed twice": page_freed_twice,
     "offset not moved on load": offset_stays,
     "quantised tail lost": tail_lost,
+    "evicted sink": sink_evicted,
     "cancelled request's rows read": cancelled_rows,
     "second turn's template tokens dropped": template_dropped,
 }

@@ -215,6 +215,7 @@ def cache_call(
         given=_comparable(given, parts, unkept),
         returned=result[0],
         whole=kind in _WHOLE,
+        sink=int(cache.keep) if kind is caches.RotatingKVCache else 0,
     )
 
 

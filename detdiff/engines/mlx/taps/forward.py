@@ -251,7 +251,7 @@ class CacheCall:
     cache's own arrays in the order of ``parts``, at least as long; empty where the cache does not show them. ``given`` are the keys and
     values [slots, heads, columns, width] to be written, empty where another form of them is stored. ``device`` and ``device_given`` hold
     digests uint64 [slots, T, heads] of ``parts`` and ``given`` where MLX computed them. ``returned`` are the keys as the model got them,
-    until the forward ends; ``whole`` says that the cache is of a class that keeps every entry; ``readers`` are the attention calls that were given them.
+    until the forward ends; ``whole`` says that the cache is of a class that keeps every entry, ``sink`` how many first ones a ring keeps for good; ``readers`` are the attention calls that were given them.
     With ``fresh`` the ``parts`` are copies of these columns only, of ``length``, and ``known`` has the digests of the others.
     """
 
@@ -272,6 +272,7 @@ class CacheCall:
     device_given: list[mx.array] = field(default_factory=list)
     returned: Any = None
     whole: bool = False
+    sink: int = 0
     readers: list[KeyReader] = field(default_factory=list)
 
 

@@ -342,11 +342,13 @@ def _changes(
 def _contradictions(
     call: CacheCall, segment: Segment, sight: Sight | None, placed: _Placed
 ) -> list[dict[str, Any]]:
-    """Events of rows that see entries of nobody, and of own entries that a cache lost which keeps all."""
+    """Events of rows that see entries of nobody, and of own entries that a cache lost which keeps all, or the first ones."""
     events: list[dict[str, Any]] = []
     about = {"request": segment.request, "layer": call.layer}
-    if call.whole and np.count_nonzero(placed.positions >= 0) < segment.start + segment.count:
-        lost = np.setdiff1d(np.arange(segment.start), placed.positions)
+    short = call.whole and np.count_nonzero(placed.positions >= 0) < segment.start + segment.count
+    if short or call.sink:
+        kept = segment.start if call.whole else min(call.sink, segment.start)
+        lost = np.setdiff1d(np.arange(kept), placed.positions)
         if len(lost):
             found = {"position": segment.start, "first": int(lost[0]), "entries": len(lost)}
             events.append({"kind": "cache_missing", **about, **found})
