@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +27,7 @@ BITS: Final = "bits"
 NOTHING: Final = "nothing"
 ANOTHER_MODEL: Final = "other answers"
 NO_DIFFERENCE: Final = "no difference"
+_SPECIAL: Final = re.compile(r"<[^<>\s]+>")
 
 
 @dataclass(frozen=True)
@@ -158,7 +161,12 @@ def _replayed(
         if tokens is not None:
             own = Request(request.id, tokens=tuple(tokens))
         else:
-            own = Request(request.id, prompt=request.prompt, chat=request.chat, messages=request.messages)
+            messages = _messages(request)
+            own = (
+                Request(request.id, messages=messages)
+                if messages
+                else Request(request.id, prompt=request.prompt, chat=request.chat)
+            )
         requests.append(
             replace(own, max_tokens=request.max_tokens, ignore_stop=request.ignore_stop, stop=request.stop)
         )
@@ -186,6 +194,18 @@ def _replayed(
         lost.append(f"of {len(asked.requests)} requests those of one batch are run: {', '.join(only)}")
     scenario, exact = _scheduled(trace, replace(base, requests=tuple(requests)), asked, served, lost)
     return Replayed(scenario, tuple(lost), exact)
+
+
+def _messages(request: Request) -> tuple[Mapping[str, Any], ...] | None:
+    """The messages of a chat prompt that is JSON of them, as a file of prompts has it."""
+    if not request.chat or not (request.prompt or "").lstrip().startswith("["):
+        return None
+    try:
+        found = json.loads(request.prompt or "")
+    except (ValueError, RecursionError):
+        return None
+    whole = all(isinstance(each, Mapping) and {"role", "content"} <= each.keys() for each in found)
+    return tuple(found) if found and whole else None
 
 
 def _other_lengths(trace: Trace, requests: Sequence[Request], engine: Engine) -> str:
@@ -278,9 +298,17 @@ def _answer(trace: Trace, id: str) -> Tokens:
     return "".join(texts.get(each, "") for each in ids)
 
 
-def _text(found: Tokens, engine: Engine) -> str:
-    """Leading blanks are left out: some tokenizers give them to the first token, some to none."""
-    return (found if isinstance(found, str) else engine.decode(list(found))).lstrip()
+def _text(found: Tokens, engine: Engine, sent: str) -> str:
+    """An answer as text beside what a server ``sent``, which leaves out special tokens; blanks before it, which some tokenizers give to the
+    first token, are left out of both."""
+    if not isinstance(found, str):
+        special = {
+            id
+            for id in set(found)
+            if _SPECIAL.fullmatch(piece := engine.decode([id])) is not None and piece not in sent
+        }
+        found = engine.decode([id for id in found if id not in special])
+    return found.lstrip()
 
 
 def _first_other(x: Tokens, y: Tokens) -> int | None:
@@ -306,8 +334,9 @@ def _flips(
         there: list[Tokens] = [here[0] if a is None else _answer(a, id), _answer(b, id)]
         characters = any(isinstance(each, str) for each in there)
         if characters:
-            here = [_text(each, engine) for each in here]
-            there = [_text(each, engine) for each in there]
+            sent = "".join(each for each in there if isinstance(each, str))
+            here = [_text(each, engine, sent) for each in here]
+            there = [_text(each, engine, sent) for each in there]
         if any(id in _server(trace).get("miscounted", ()) for trace in (a, b) if trace is not None):
             here = [x if _all_of(x, y) else y for x, y in zip(there, here, strict=True)]
         at, own = _first_other(*there), _first_other(*here)

@@ -138,6 +138,13 @@ def test_each_server_passes_the_same_tests(tmp_path: Path, name: str) -> None:
         assert trace.complete and ("logits" in trace.lacks) == (not server.values)
         assert set(trace.generated(lens=False).request.tolist()) == set(range(len(TEXTS)))
         assert trace.header["server"]["token_ids"] == server.ids
+    if server.kind == "transformers":
+        (tmp_path / "local.toml").write_text(f'engine = "transformers"\nmodel = "{tmp_path / "model"}"\n')
+        base, _ = local(str(tmp_path / "local.toml"))
+        inside = look_inside(alone, together, base, open_engine(base), tmp_path / "inside", budget=0)
+        assert any("as text" in each for each in inside.not_carried)
+        # The same model answers alone as its server did, special tokens left out.
+        assert all(each.alone_equal and each.characters for each in inside.flips)
     first = [times[0] for times in later.header["times"]["requests"].values()]
     assert max(first) - min(first) > 0.02
     (arm,) = found["arms"]

@@ -115,6 +115,11 @@ BAD: dict[str, tuple[Any, type[DetdiffError], str]] = {
     "too many tokens": (streaming([event()] * 9 + [END]), EngineAnswerInvalid, "gave 9 tokens .* 4 at most"),
     "no stream": (lambda handler, _: send_json(handler, END), ServerAnswerInvalid, "where a stream was asked for"),
     "401": (lambda handler, _: send_json(handler, {"error": "who"}, 401), ServerRefused, "status 401.*engine.token_env"),
+    "log-probabilities refused": (
+        lambda handler, _: send_json(handler, {"error": {"message": "logprobs is not supported"}}, 400),
+        ServerRefused,
+        "status 400.*logprobs is not supported",
+    ),
     "404": (lambda handler, _: send_json(handler, "no such model", 404), ServerRefused, "status 404: no such model"),
     "429": (lambda handler, _: send_json(handler, "", 429), ServerRefused, "status 429.*fewer requests"),
     "500": (lambda handler, _: send_json(handler, "boom", 500), ServerRefused, "status 500: boom"),

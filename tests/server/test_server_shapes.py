@@ -14,6 +14,7 @@ from local_servers import Reply, models, send_events, send_json, serving
 
 from detdiff import Scenario, record
 from detdiff.engines.registry import open_engine
+from detdiff.errors import ServerAnswerInvalid
 from detdiff.trace import Trace
 
 
@@ -128,6 +129,21 @@ def test_a_shape_is_read_to_the_last_number(tmp_path: Path, name: str) -> None:
     assert cached == ({} if name == "tgi" else {"r0": 2})
     assert trace.requests[0]["tokens"] == (list(map(ord, "a prompt")) if name == "tgi" else [1, 20, 30])
     assert ("cache_salt" in asked) == (name == "vllm")
+
+
+@pytest.mark.parametrize(
+    ("name", "stream", "words"),
+    [
+        ("tgi", TGI["stream"][1:], "token 2 after token 0"),
+        ("sglang", SGLANG["stream"][::-1], "1 tokens after 2"),
+        ("vllm", [VLLM["stream"][0], {**VLLM["stream"][1], "id": "cmpl-2"}], "events of two answers"),
+    ],
+)
+def test_events_out_of_their_order_are_no_answer(
+    tmp_path: Path, name: str, stream: list[Any], words: str
+) -> None:
+    with pytest.raises(ServerAnswerInvalid, match=words):
+        recorded(name, tmp_path / "a", stream)
 
 
 def test_sglang_streams_what_is_new_too(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,25 @@ def test_a_sound_server_differs_nowhere(engine: Any, tmp_path: Path) -> None:
         a, b = asked(found.address, tmp_path)
     answer = inside((a, b), str(tmp_path / "served"), engine, tmp_path)
     assert answer.found == NO_DIFFERENCE and answer.flips == () and answer.exact
+
+
+@pytest.mark.thorough
+def test_chat_messages_go_through_the_local_template(engine: Any, tmp_path: Path) -> None:
+    chats = [json.dumps([{"role": "user", "content": text}]) for text in PROMPTS[:2]]
+    with served(engine, "", tmp_path / "served") as found:
+        alone = Scenario.from_flags(
+            f"{found.address}/v1", [*chats, PROMPTS[2]], "max_tokens=8 ignore_stop chat"
+        )
+        a, b = record(alone, tmp_path / "a"), record(alone.with_changes(schedule="static"), tmp_path / "b")
+    answer = inside((a, b), str(tmp_path / "served"), engine, tmp_path)
+    assert answer.found == NO_DIFFERENCE
+    own = Trace.open(tmp_path / "inside" / "a")
+    assert own.generated(lens=False).token.tolist() == a.generated(lens=False).token.tolist()
+    assert [len(each["tokens"]) for each in own.requests] == list(
+        a.header["server"]["prompt_tokens"].values()
+    )
+    (words,) = answer.not_carried
+    assert "the local model's chat template stands for that of the server" in words and "there" not in words
 
 
 @pytest.mark.thorough
