@@ -94,6 +94,11 @@ BENCHMARKS = (
         "asked at most 2 % of a core at 1,000 tokens a second, which is 20 us a token",
         lambda row: row["of a core at 1,000 tokens/s, %"] <= 2,
     ),
+    Benchmark(
+        "serve",
+        "served / direct at most 1.05; recorded / direct at most 1.15",
+        lambda row: row["served / direct"] <= 1.05 and row["recorded / direct"] <= 1.15,
+    ),
     Benchmark("pages", "open and usable in 3 s", lambda row: row["seconds"] <= 3),
     Benchmark("plugin", "an unused plugin costs at most 5 ms a run", lambda row: row["difference ms"] <= 5),
 )

@@ -27,9 +27,9 @@ from .paired import alternate, ratio, spread
 from .real_models import smollm2
 
 REQUESTS = 32
-ROUNDS = 5
-STEPS = {"builtin": 64, "packed-f32": 12}
-NAMES = {"builtin": "built-in, bf16", "packed-f32": "SmolLM2, 4-bit blocks, f32"}
+ROUNDS = 3
+STEPS = {"f32": 12, "builtin": 32}
+NAMES = {"f32": "SmolLM2, dense, f32", "builtin": "built-in, bf16"}
 CLIENT = """
 import http.client, json, sys, threading, time
 port, bodies = int(sys.argv[1]), json.loads(sys.stdin.read())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -64,6 +65,29 @@ class Served:
             for line in text.splitlines()
             if line.startswith(f"detdiff:{name}{{")
         )
+
+
+class Streamed:
+    """A streamed request whose first event has come; close it to go away."""
+
+    def __init__(self, found: Served, **keys: Any) -> None:
+        body = {"prompt": PROMPTS[0], "stream": True, "ignore_eos": True, **keys}
+        request = found.http.build_request("POST", f"{found.address}/v1/completions", json=body)
+        self._answer = found.http.send(request, stream=True)
+        self.lines = self._answer.iter_lines()
+        next(self.lines)
+
+    def close(self) -> None:
+        self._answer.close()
+
+
+def wait_for(happened: Any) -> None:
+    end = time.monotonic() + 20
+    while time.monotonic() < end:
+        if happened():
+            return
+        time.sleep(0.01)
+    raise AssertionError("it did not happen")
 
 
 @contextmanager

@@ -85,7 +85,7 @@ class Traffic:
                 self.running.remove(token.request)
 
 
-@pytest.mark.parametrize(("name", "flags"), some_now(KINDS, 1, 2))
+@pytest.mark.parametrize(("name", "flags"), some_now(KINDS, 2))
 @pytest.mark.parametrize("seed", some_now(range(2), 0))
 def test_any_traffic_can_be_had_again(name: str, flags: str, seed: int, tmp_path: Path) -> None:
     engine = MlxEngine(tiny(name))

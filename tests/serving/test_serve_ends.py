@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from clients import PROMPTS, served
+from clients import PROMPTS, Streamed, served, wait_for
 from command_line import run
 from test_serve import same_run_again
-from test_serve_refused import Streamed, wait_for
 
 from detdiff import Trace
 from detdiff.engines.mlx.live import PackedLive

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
-from clients import PROMPTS, Served, served
+from clients import PROMPTS, Served, Streamed, served, wait_for
 from test_serve import same_run_again
 
 from detdiff import Trace
@@ -115,26 +114,3 @@ def test_a_client_that_goes_away_ends_its_request_and_the_trace_says_so(engine: 
     assert kept == {number: trace.requests[number]["cancel"] for number in (0, 1)}
     assert sum("its client went away" in note for note in trace.header["notes"]) == 2
     same_run_again(engine, trace, tmp_path / "again")
-
-
-class Streamed:
-    """A streamed request whose first event has come; close it to go away."""
-
-    def __init__(self, found: Served, **keys: Any) -> None:
-        body = {"prompt": PROMPTS[0], "stream": True, "ignore_eos": True, **keys}
-        request = found.http.build_request("POST", f"{found.address}/v1/completions", json=body)
-        self._answer = found.http.send(request, stream=True)
-        self.lines = self._answer.iter_lines()
-        next(self.lines)
-
-    def close(self) -> None:
-        self._answer.close()
-
-
-def wait_for(happened: Any) -> None:
-    end = time.monotonic() + 20
-    while time.monotonic() < end:
-        if happened():
-            return
-        time.sleep(0.01)
-    raise AssertionError("it did not happen")

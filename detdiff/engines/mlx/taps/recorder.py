@@ -434,8 +434,10 @@ class Recorder:
     def _answering(self, forward: Forward) -> tuple[Any, Any, Any, Any]:
         """(requests, positions, slots, columns) of the rows whose logits may choose a token."""
         table = ForwardRows.of(forward.segments)
-        lengths = np.array(self._settings.prompt_lengths, np.int64)
-        keep = table.position >= lengths[table.request] - 1
+        # A server's requests are many, and those of a forward few.
+        told = self._settings.prompt_lengths
+        lengths = [told[segment.request] for segment in forward.segments]
+        keep = table.position >= np.repeat(lengths, [segment.count for segment in forward.segments]) - 1
         return table.request[keep], table.position[keep], table.slot[keep], table.column[keep]
 
     def _finish(self, record: ForwardRecord) -> None:
