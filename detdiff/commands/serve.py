@@ -76,7 +76,8 @@ def served(asked: ServeArguments, on_start: Callable[[str, str], None]) -> str:
     try:
         server.serve_all()
     except KeyboardInterrupt:
-        pass
+        if server.model.driver.failure is not None:
+            raise server.model.driver.failure from None
     return _ended(server, asked.trace)
 
 

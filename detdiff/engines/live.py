@@ -94,7 +94,7 @@ class LiveRun(Protocol):
         """There is no request: what was held back for the next forward may be finished."""
 
     def finish(self, told: Mapping[str, Any]) -> None:
-        """No request comes any more; finish the trace, with these keys in its header."""
+        """No request comes any more; finish the trace, with these keys in its header, ``notes`` and ``times`` beside its own."""
 
     def __enter__(self) -> Any: ...
 

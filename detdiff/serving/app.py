@@ -25,7 +25,7 @@ from detdiff.scenario import Request, Scenario
 
 from .driver import Accepted, Driver, News, ServedRequest
 from .metrics import prometheus
-from .reading import ApiRefused, ApiRequest
+from .reading import ApiRefused, ApiRequest, stopping
 from .writing import AnswerPiece, AnswerShape, dumped, sent
 
 _ID: Final = re.compile(r"[A-Za-z0-9][\w.:-]{0,63}", re.ASCII)
@@ -162,6 +162,8 @@ class ModelServer:
             asked, name, self.name, self.fingerprint, int(time.time()), tokens, self._live.decode
         )
         self.driver.ask(served)
+        if not self.driver.alive:
+            raise stopping()
         return AnswerResponse(self.driver, served, shape)
 
     async def _tokens(self, asked: ApiRequest) -> tuple[int, ...]:
@@ -182,9 +184,7 @@ class ModelServer:
 
     def _refuse_more(self) -> None:
         if not self.driver.alive or self.driver.stopping:
-            raise ApiRefused(
-                "The server is stopping; expected one that runs on. Ask again later.", status=503
-            )
+            raise stopping()
         waiting = self.driver.counts.waiting
         if waiting >= self._bounds.queue:
             raise ApiRefused(

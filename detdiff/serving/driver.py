@@ -14,7 +14,7 @@ from detdiff.engines.live import LiveRun, LiveToken
 from detdiff.errors import DetdiffError, words_of
 from detdiff.scenario import Request
 
-from .reading import ApiRefused
+from .reading import ApiRefused, stopping
 from .writing import AnswerPiece, StopStrings, TextPieces
 
 News = tuple["ServedRequest", "Accepted | AnswerPiece | ApiRefused"]
@@ -164,9 +164,7 @@ class Driver:
     def _queue(self, served: ServedRequest) -> None:
         try:
             if self.stopping:
-                raise ApiRefused(
-                    "The server is stopping; expected one that runs on. Ask again later.", status=503
-                )
+                raise stopping()
             served.request = replace(served.request, arrival=self._live.steps)
             self._live.check(served.request)
         except (ApiRefused, DetdiffError) as error:

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from detdiff.errors import DetdiffError
 from detdiff.scenario import Sampling
-from detdiff.scenario.keys import SETTING_KEYS, typed
+from detdiff.scenario.keys import SETTING_KEYS, check_utf8, typed
 
 MOST_TOP: Final = 20
 """Likeliest tokens that can be asked for, as in OpenAI's chat API."""
@@ -60,6 +60,11 @@ class ApiRefused(Exception):
         return {"error": error}
 
 
+def stopping() -> ApiRefused:
+    """What a server that ends says to who comes."""
+    return ApiRefused("The server is stopping; expected one that runs on. Ask again later.", status=503)
+
+
 @dataclass(frozen=True)
 class ApiRequest:
     """A request of either API. ``prompt`` is text or token ids, ``messages`` those of a chat; one of them is there.
@@ -85,7 +90,8 @@ class ApiRequest:
 
     @classmethod
     def read(cls, body: Any, chat: bool, model: str) -> ApiRequest:
-        """From the JSON of a body; ``model`` is the one that is served. Raises ApiRefused."""
+        """From the JSON of a body; ``model`` is the one that is served. Raises ApiRefused, and ScenarioRangeError for text that
+        is no Unicode."""
         if not isinstance(body, Mapping):
             raise ApiRefused(f"The body is {_shown(body)}; expected a JSON object. Send one.")
         keys = _Keys({name: value for name, value in body.items() if value is not None})
@@ -180,12 +186,11 @@ def _shown(value: Any) -> str:
 
 def _prompt(keys: _Keys) -> str | tuple[int, ...]:
     value = keys.take("prompt")
-    if isinstance(value, str) and value:
-        return _unicode("prompt", value)
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list):
         value = value[0]
-        if isinstance(value, str) and value:
-            return _unicode("prompt", value)
+    if isinstance(value, str) and value:
+        check_utf8("prompt", value)
+        return value
     if (
         isinstance(value, list)
         and value
@@ -199,16 +204,6 @@ def _prompt(keys: _Keys) -> str | tuple[int, ...]:
             param="prompt",
         )
     raise _wrong("prompt", value, "some text, or a list of token ids")
-
-
-def _unicode(name: str, value: str) -> str:
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise ApiRefused(
-            f"{name} has half a character, which is no text; expected Unicode. Correct it.", param=name
-        ) from None
-    return value
 
 
 def _messages(keys: _Keys) -> tuple[Mapping[str, Any], ...]:
@@ -244,7 +239,8 @@ def _message(place: int, given: Any) -> Mapping[str, Any]:
             param="messages",
         )
     kept = {key: given[key] for key in ("role", "name") if given.get(key) is not None}
-    return {**kept, "content": _unicode(f"{where}.content", content)}
+    check_utf8(f"{where}.content", content)
+    return {**kept, "content": content}
 
 
 def _sampling(keys: _Keys) -> Sampling:

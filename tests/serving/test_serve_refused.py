@@ -20,7 +20,7 @@ WRONG: list[tuple[Any, int, str]] = [
     ({"prompt": ""}, 400, "expected some text"),
     ({"prompt": ["a", "b"]}, 400, "2 prompts; expected one"),
     ({"prompt": [1 << 20]}, 400, "vocabulary has 1280 ids"),
-    ({"prompt": "\ud800"}, 400, "half a character"),
+    ({"prompt": "\ud800"}, 400, "is not valid Unicode text"),
     ({"prompt": "x", "max_tokens": 5000}, 400, "context is 1024"),
     ({"prompt": "x", "max_tokens": 0}, 400, "max_tokens is 0; expected a whole number from 1"),
     ({"prompt": "x", "model": "other"}, 404, "There is no model 'other' here; expected 'builtin'"),

@@ -30,7 +30,7 @@ from detdiff.trace import TraceWriter
 from .model import context_limit, encode, encode_messages
 from .requests import prepare
 from .run_checks import FirstLogits, compare_logits
-from .serve import Sessions, packed_engine, prepared, run_unrecorded
+from .serve import Sessions, packed_engine, prepared, run_unrecorded, unrecorded_caches
 
 if TYPE_CHECKING:
     from .engine import MlxEngine
@@ -49,7 +49,8 @@ class PackedLive:
         self._engine, self._scenario, self._loaded = engine, _checked(scenario), engine.loaded
         models = engine.models(scenario)
         self._sessions = Sessions.of(scenario, models)
-        self._packed = packed_engine(scenario, self._sessions, self._event, self._on_choice)
+        noted = None if path is None else self._on_choice
+        self._packed = packed_engine(scenario, self._sessions, self._event, noted)
         self._packed.on_scores = self._on_scores
         self._stack, self._taps = ExitStack(), ExitStack()
         self._works: dict[str, Work] = {}
@@ -60,6 +61,7 @@ class PackedLive:
         self._ids: dict[int, str] = {}
         self._count = 0
         self._requests: list[Request] = []
+        self._notes: list[str] = []
         self._writer: TraceWriter | None = None
         self._recorder: Recorder | None = None
         self._seen: FirstLogits | None = None
@@ -72,6 +74,7 @@ class PackedLive:
         own = {"requests": [], **self._sessions.header(scenario, self._engine.models(scenario))}
         head = header(scenario, self._engine, own)
         head["scenario"].pop("request")
+        self._notes = head["notes"]
         lens = self._sessions.lens() if scenario.capture.lens else None
         full = scenario.capture.level == "full"
         values = Selection(frozenset(session.sites.ports.values()), None) if full else None
@@ -162,7 +165,7 @@ class PackedLive:
             self._ended(work)
 
     def _on_choice(self, number: int, index: int, logprobs: mx.array) -> None:
-        if self._recorder is not None and self._requests[number].sampling.beyond_keyed:
+        if self._requests[number].sampling.beyond_keyed and self._recorder is not None:
             self._recorder.choice(number, index, logprobs)
 
     def _on_scores(self, work: Work, logits: mx.array) -> None:
@@ -232,9 +235,12 @@ class PackedLive:
                 "requests": [request_header(each, each.tokens or ()) for each in self._requests],
                 "observer": self._observed(scenario, seen),
             }
+        if recorder.unrecorded:
+            more["lacks"] = {"cache": unrecorded_caches(recorder.unrecorded)}
+        more |= {**told, "notes": [*self._notes, *told.get("notes", ())]}
         times = {"started": self._started, "seconds": seconds}
         times |= {"rows": recorder.rows, "forwards": recorder.forwards, **told.get("times", {})}
-        writer.finish(**{**more, **told, "times": times})
+        writer.finish(**{**more, "times": times})
 
     def _observed(self, scenario: Scenario, seen: FirstLogits) -> dict[str, Any]:
         models = self._engine.models(scenario)
