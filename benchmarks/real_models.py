@@ -12,7 +12,6 @@ from detdiff.engines.mlx.model import LoadedModel, load
 ROOT = Path(__file__).parents[1]
 LAYOUTS = {
     "bf16": ("--dtype", "bf16"),
-    "f32": ("--dtype", "f32"),
     "packed-f32": ("--packed", "--dtype", "f32"),
     "packed-bf16": ("--packed", "--dtype", "bf16"),
 }
