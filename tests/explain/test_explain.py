@@ -195,9 +195,9 @@ def test_a_control_that_the_model_cannot_run_says_so_and_others_go_on(
 
 def test_controls_are_told_as_they_start_and_unknown_ones_refused() -> None:
     told: list[str] = []
-    a, b = demo(4)
-    explain(a, b, controls=("repeat", "oracle"), loaded=load("builtin"), on_control=told.append)
+    injected(9, 3, controls=("repeat", "oracle"), on_control=told.append)
     assert told == ["repeat", "oracle"] and set(told) <= set(ORDER)
+    a, b = demo(4)
     with pytest.raises(CommandError, match="There is no control 'orcale'; expected one of .*repeat, "):
         explain(a, b, controls=("orcale",))
 
