@@ -115,7 +115,7 @@ class Overrides:
     """What a control changes in a run beside its scenario.
 
     ``pin_kernels``: every site is computed by one kernel path whatever the number of rows; ``dtype``: the dtype that the
-    model computes in instead of its own; ``patches``: cache entries to put in; ``padding``: rows of padding are fed another token; ``keys_apart``: keys of
+    model computes in instead of its own; ``patches``: cache entries to put in; ``padding``: rows of padding are fed this token; ``keys_apart``: keys of
     requests that share one cache lie apart, in the order of positions;
     ``watch``: the engine's own object that sees operations as they are called.
     """
@@ -123,7 +123,7 @@ class Overrides:
     pin_kernels: bool = False
     dtype: str | None = None
     patches: tuple[Patch, ...] = ()
-    padding: bool = False
+    padding: int | None = None
     keys_apart: bool = False
     watch: Any = None
 

@@ -134,9 +134,9 @@ OnChoice = Callable[[int, int, mx.array], None]
 
 
 @contextlib.contextmanager
-def padding_of(another: bool) -> Iterator[None]:
-    """While the block lasts, mlx-lm fills its batches of prompts with ``another`` token than 0."""
-    if not another:
+def padding_of(token: int | None) -> Iterator[None]:
+    """While the block lasts, mlx-lm fills its batches of prompts with ``token`` instead of 0; None: with 0."""
+    if token is None:
         yield
         return
     module: Any = sys.modules[BatchGenerator.__module__]  # mlx_lm.generate is a function, too
@@ -144,7 +144,7 @@ def padding_of(another: bool) -> Iterator[None]:
 
     def filled(prompts: list[list[int]], max_length: int | None = None) -> mx.array:
         longest = max_length or max(map(len, prompts))
-        return mx.array([each + [1] * (longest - len(each)) for each in prompts])
+        return mx.array([each + [token] * (longest - len(each)) for each in prompts])
 
     module._right_pad_prompts = filled
     try:

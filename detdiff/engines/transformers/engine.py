@@ -405,11 +405,10 @@ class TransformersEngine:
             for group in groups
         ]
 
-    def _padded(self, batch: Batch, another: bool) -> tuple[Any, Any]:
-        """Token ids and the mask of those that are no padding, int64 [requests, columns] each; ``another`` token fills it up."""
+    def _padded(self, batch: Batch, token: int | None) -> tuple[Any, Any]:
+        """Token ids and the mask of those that are no padding, int64 [requests, columns] each; ``token`` fills it up, None: the model's own."""
         torch, device = self._torch, self.model.device
-        pad = self._pad()
-        pad = int(pad == 0) if another else pad
+        pad = self._pad() if token is None else token
         fed = zip(batch.padding, batch.missing, batch.given, strict=True)
         ids, mask = [], []
         for before, missing, tokens in fed:

@@ -50,7 +50,10 @@ def padding(case: Case) -> Outcome:
     side = "b" if filled["b"] >= filled["a"] else "a"
     if not filled[side]:
         raise CannotRun("no forward of either side has a row of padding")
-    again = case.record(case.scenario(side), side, overrides=Overrides(padding=True))
+    token = _another(case.trace(side))
+    if token >= int(case.engine(side).identity.get("vocab_size") or token + 1):
+        raise CannotRun("the requests were fed every token of the vocabulary, so that padding has no other")
+    again = case.record(case.scenario(side), side, overrides=Overrides(padding=token))
     found = compare(case.trace(side), again)
     first = next((each for each in found.requests if each.id == found.first), None)
     first = first or next((each for each in found.requests if each.stage is not None), None)
@@ -63,6 +66,13 @@ def padding(case: Case) -> Outcome:
     if place.get("kind") == "switch":
         return Outcome("undecided", f"{sentence}, whose calls hold the rows of padding too", figures)
     return Outcome("differs", sentence, figures)
+
+
+def _another(trace: Trace) -> int:
+    """A token that no request was fed: entries of layers without positions are known by their token alone."""
+    fed = {0, *(int(token) for each in trace.requests for token in each["tokens"])}
+    fed |= {int(token) for token in trace.generated().token}
+    return next(token for token in range(len(fed) + 1) if token not in fed)
 
 
 def _filled(trace: Trace) -> int:
