@@ -11,14 +11,15 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from statistics import median
+from typing import TypeVar
 
-Sides = Mapping[str, Callable[[], float]]
+Measured = TypeVar("Measured")
 
 
-def alternate(sides: Sides, rounds: int) -> dict[str, list[float]]:
+def alternate(sides: Mapping[str, Callable[[], Measured]], rounds: int) -> dict[str, list[Measured]]:
     """Each side's measurement of every round; sides swap places from round to round."""
     names = list(sides)
-    found: dict[str, list[float]] = {name: [] for name in names}
+    found: dict[str, list[Measured]] = {name: [] for name in names}
     for number in range(rounds):
         # Reversed in every second round: a machine that slows down steadily then favours no side.
         for name in names if number % 2 == 0 else reversed(names):
