@@ -11,6 +11,7 @@ import pytest
 from mlx_lm.generate import BatchGenerator, generate_step, make_stop_sequences
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from runs import QUIET, Runs, model, patched, prompts, scenario
+from tiers import some_now
 from tiny import TinyTokenizer
 
 from detdiff.engines.mlx.engine import generate
@@ -91,7 +92,7 @@ def test_a_batch_draws_what_mlx_lm_draws() -> None:
     assert expected != alone(**natively()), "one random state for all: who is beside a request counts"
 
 
-@pytest.mark.parametrize("layout", ["padded", "packed"])
+@pytest.mark.parametrize("layout", some_now(["packed", "padded"], 0))
 def test_a_keyed_draw_with_processors_does_not_depend_on_the_batch(layout: str) -> None:
     keys = {**EVERY, "sampler": "detdiff", "xtc_probability": 0, "xtc_threshold": 0.1}
     serial = ran(scenario(max_tokens=TOKENS, **keys))
@@ -206,6 +207,7 @@ def test_what_the_vocabulary_has_not_is_refused() -> None:
         ran(scenario(top_k=96, temperature=1))
 
 
+@pytest.mark.thorough
 def test_a_processor_that_is_not_run_shows(runs: Runs) -> None:
     asked = scenario("static", max_tokens=3, logit_bias={5: 3.0})
     sound = runs.record(model("llama"), asked, QUIET)

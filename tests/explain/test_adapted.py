@@ -36,7 +36,7 @@ def scaled(of: LoadedModel, scale: float) -> LoadedModel:
     return of
 
 
-KINDS = some_now([("f32", False), ("q4", False), ("f32", True), ("bf16", False), ("q4", True)], 0, 1)
+KINDS = some_now([("f32", False), ("q4", False), ("f32", True), ("bf16", False), ("q4", True)], 0)
 
 
 @pytest.mark.parametrize(("fmt", "dora"), KINDS)
@@ -76,6 +76,7 @@ def test_an_adapter_that_is_not_applied_is_named(dora: bool, tmp_path: Path) -> 
     assert found["as_if"] == "it is as without the adapter" and found["place"] == "first at position 0 of r0"
 
 
+@pytest.mark.thorough
 def test_one_layer_that_was_not_fused_is_named(tmp_path: Path) -> None:
     folder = write_adapter(tiny("qwen2"), tmp_path / "a")
     part = adapted(tiny("qwen2"), folder)
@@ -95,6 +96,7 @@ def test_the_model_without_its_adapter_is_another_configuration(tmp_path: Path) 
     assert (verdict.kind, verdict.rule) == ("configuration", "adapter-without"), verdict.sentence
 
 
+@pytest.mark.thorough
 def test_other_weights_beside_an_adapter_decide_nothing(tmp_path: Path) -> None:
     folder = write_adapter(tiny("qwen2"), tmp_path / "a")
     other = fused(adapted(tiny("qwen2"), folder))
@@ -106,6 +108,7 @@ def test_other_weights_beside_an_adapter_decide_nothing(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.thorough
 def test_an_adapter_and_its_fused_model_on_the_command_line(tmp_path: Path) -> None:
     folder = write_adapter(load("builtin"), tmp_path / "adapter", layers=1)
     shutil.copytree(builtin_path(), tmp_path / "fused")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import mlx.core as mx
+import pytest
 from mlx_lm.models.cache import RotatingKVCache
 from runs import model, patched, scenario
 
@@ -35,6 +36,7 @@ def test_a_position_that_is_lost_before_its_time_is_none_of_the_size() -> None:
     assert verdict.kind == "bug" and "position 2" in verdict.sentence, verdict.sentence
 
 
+@pytest.mark.thorough
 def test_the_positions_that_a_batch_forgets_are_named() -> None:
     asked = {**ASKED, "max_kv_size": 8}
     verdict = explain(scenario(**asked), scenario("static", **asked), loaded=model("qwen3"))
