@@ -24,7 +24,6 @@ from detdiff.errors import DetdiffError, words_of
 from detdiff.scenario import Request, Scenario
 
 from .driver import Accepted, Driver, News, ServedRequest
-from .metrics import prometheus
 from .reading import ApiRefused, ApiRequest, stopping
 from .writing import AnswerPiece, AnswerShape, dumped, sent
 
@@ -120,7 +119,7 @@ class ModelServer:
         return _json({"status": "stopping" if self.driver.stopping else "ok"})
 
     async def _metrics(self, _: HttpRequest) -> Response:
-        text = prometheus(self.driver.counts, self.name)
+        text = self.driver.counts.prometheus(self.name)
         return Response(text, media_type="text/plain; version=0.0.4")
 
     async def _tokenize(self, http: HttpRequest) -> Response:

@@ -63,6 +63,30 @@ class ServerCounts:
         """Requests that have no rows yet: each of the two counts is written by one thread alone."""
         return self.asked - self.taken
 
+    def prometheus(self, model: str) -> str:
+        """The text of /metrics as Prometheus reads it, named as vLLM names what means the same."""
+        label = model.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+        lines: list[str] = []
+
+        def say(name: str, kind: str, about: str, values: dict[str, float]) -> None:
+            lines.append(f"# HELP detdiff:{name} {about}")
+            lines.append(f"# TYPE detdiff:{name} {kind}")
+            lines.extend(
+                f'detdiff:{name}{{model_name="{label}"{more}}} {value}' for more, value in values.items()
+            )
+
+        say("num_requests_running", "gauge", "Requests with rows in the next forward.", {"": self.running})
+        say("num_requests_waiting", "gauge", "Requests without rows yet.", {"": max(0, self.waiting)})
+        say("prompt_tokens_total", "counter", "Tokens of prompts begun.", {"": self.prompt_tokens})
+        say("prefix_cache_hits_total", "counter", "Of those, from a cache.", {"": self.cached_tokens})
+        say("generation_tokens_total", "counter", "Tokens generated.", {"": self.generated_tokens})
+        ended = {f',finished_reason="{reason}"': count for reason, count in sorted(self.ended.items())}
+        say("request_success_total", "counter", "Requests ended, by reason.", dict(ended))
+        say("forwards_total", "counter", "Forwards of the model.", {"": self.forwards})
+        refused = {f',status="{status}"': count for status, count in sorted(self.refused.items())}
+        say("requests_refused_total", "counter", "Requests refused, by HTTP status.", dict(refused))
+        return "\n".join(lines) + "\n"
+
 
 class Driver:
     """Serves requests on a live run in a thread of its own, at most ``active`` of them at a time (None: all)."""
