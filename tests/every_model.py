@@ -149,6 +149,10 @@ _OWN: Final[dict[str, dict[str, Any]]] = {
     },
     "plamo": {"n_shared_head": 2},
     "qwen": {"kv_channels": 16},
+    "recurrent_gemma": {"logits_soft_cap": 30.0, "block_types": ["recurrent", "attention"]},
+    "rwkv7": {"a_low_rank_dim": 16, "v_low_rank_dim": 16, "gate_low_rank_dim": 16, "decay_low_rank_dim": 16},
+    "spark2_5": {"hidden_act": "gelu", "rope_parameters": {"sliding_attention": _ROPE, "full_attention": _ROPE}, "layer_types": _MIXED},
+    "step3p5": {"num_attention_groups": 2},
 }  # fmt: skip
 """What single classes need beside or instead of the common sizes."""
 

@@ -55,6 +55,14 @@ WRONG: Final[dict[str, tuple[str, str]]] = {
         "padding-runs-through-the-convolution-of-baichuan_m1",
     ),
     "gemma2": ("gemma2 lays the batch's mask over its heads", "gemma2-lays-the-batchs-mask-over-its-heads"),
+    "plamo3": (
+        "plamo3's windows are one longer in a prompt",
+        "plamo3s-windows-are-one-longer-in-a-prompt-than-afterwards",
+    ),
+    **dict.fromkeys(
+        ("bailing_moe_linear", "longcat_flash_ngram", "olmo_hybrid", "recurrent_gemma", "rwkv7"),
+        ("padding runs through its state", "padding-runs-through-five-more"),
+    ),
     **dict.fromkeys(
         ("mamba", "jamba", "nemotron_h"),
         ("padding runs through the state", "padding-runs-through-the-state-of-mamba-jamba-and-nemotron_h"),
