@@ -263,7 +263,8 @@ class AttentionCalls:
             done = []
             for row in range(rows):
                 alone = _alone(given, slot, row)
-                if type(given.get("cache")).__name__ not in _IN_ORDER:
+                cache = given.get("cache")
+                if cache is not None and type(cache).__name__ not in _IN_ORDER:
                     alone = _sorted(alone)
                 spans = self._chooser.planned(place, attention_call(alone))
                 done.append(self._on_path(spans[0].path, place, attend, alone)[0])
