@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,10 +81,8 @@ def served(asked: ServeArguments, on_start: Callable[[str, str], None]) -> str:
 
 
 def _ended(server: RunningServer, trace: Path | None) -> str:
-    counts = dataclasses.asdict(server.model.driver.counts)
-    said = (
-        f"Stopped after {sum(counts['ended'].values())} requests and {counts['generated_tokens']:,} tokens."
-    )
+    counts = server.model.driver.counts
+    said = f"Stopped after {counts.ended.total()} requests and {counts.generated_tokens:,} tokens."
     if trace is None:
         return said
     try:

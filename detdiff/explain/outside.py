@@ -123,8 +123,11 @@ def borrowed(a: Trace, b: Trace) -> Iterator[BorrowedAnswer]:
             count = min(len(got), len(theirs))
             if count < _ENOUGH or len(got) != len(theirs):
                 continue
+            # Prompts that are the same have either answer by right: which of two it is follows from their places in a batch.
+            if not _apart(own, theirs):
+                continue
             # Answers of few words may be alike by themselves: it is the numbers behind the first token that tell whose it is.
-            near, far = _first_distance(got, theirs), _first_distance(got, own)
+            near, far = _distance(got, theirs), _distance(got, own)
             mine = near is not None and far is not None and far > FAR and near <= far / 4
             if (
                 mine
@@ -148,18 +151,27 @@ def _answers(trace: Trace) -> Iterator[tuple[str, Steps]]:
         yield str(request["id"]), Steps.of(generated, number)
 
 
-def _first_distance(one: Steps, other: Steps) -> float | None:
-    """The largest difference of the log-probabilities of the same first tokens, infinite where none is likely in both; None
+def _distance(one: Steps, other: Steps, step: int = 0) -> float | None:
+    """The largest difference of the log-probabilities of the same tokens at a step, infinite where none is likely in both; None
     without any."""
-    if not (len(one) and len(other) and one.top_logits.shape[1] and other.top_logits.shape[1]):
+    if not (len(one) > step < len(other) and one.top_logits.shape[1] and other.top_logits.shape[1]):
         return None
-    same = one.top_ids[0][:, None] == other.top_ids[0][None, :]
+    same = one.top_ids[step][:, None] == other.top_ids[step][None, :]
     i, j = np.nonzero(same)
     if not len(i):
         return float("inf")
     with np.errstate(invalid="ignore"):
-        moved = np.abs(one.top_logits[0][i].astype(np.float64) - other.top_logits[0][j])
+        moved = np.abs(one.top_logits[step][i].astype(np.float64) - other.top_logits[step][j])
     return float(np.nanmax(np.where(np.isfinite(moved), moved, 0.0)))
+
+
+def _apart(one: Steps, other: Steps) -> bool:
+    """Whether two answers are further from each other than rounding goes, up to their first other token: after it the same prompt
+    goes on differently, too."""
+    count = min(len(one), len(other))
+    flip = int(np.argmax(np.append(one.token[:count] != other.token[:count], True)))
+    moved = (_distance(one, other, step) for step in range(min(flip + 1, count)))
+    return any(each is not None and each > FAR for each in moved)
 
 
 def _same_scores(one: Steps, other: Steps) -> int:

@@ -60,14 +60,12 @@ def say_observed(facts: Facts) -> str:
 
 
 def _only_together(facts: Facts) -> bool:
-    """Whether what does not repeat are requests that a server is sent together, and those that it is sent alone do."""
+    """Whether what does not repeat are requests that a server is sent together."""
     repeated = facts.figures(RepeatFigures)
     if repeated is None or repeated.side is None or facts.divergence is None or not facts.outside:
         return False
-    runs = {"a": facts.divergence.a, "b": facts.divergence.b}
-    own, other = repeated.side, "b" if repeated.side == "a" else "a"
-    # Sides are repeated in turn, a first: of a side that differs later, the other one was equal until then.
-    return runs[own].scenario.get("schedule") != "serial" and runs[other].scenario.get("schedule") == "serial"
+    run = facts.divergence.a if repeated.side == "a" else facts.divergence.b
+    return run.scenario.get("schedule") != "serial"
 
 
 def _looks(facts: Facts) -> str:

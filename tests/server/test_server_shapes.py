@@ -14,6 +14,7 @@ from local_servers import Reply, models, send_events, send_json, serving
 
 from detdiff import Scenario, record
 from detdiff.engines.registry import open_engine
+from detdiff.engines.server.shapes import NamedToken
 from detdiff.errors import ServerAnswerInvalid
 from detdiff.trace import Trace
 
@@ -152,6 +153,41 @@ def test_sglang_streams_what_is_new_too(tmp_path: Path) -> None:
     second["meta_info"]["completion_tokens"] = 2
     trace, _ = recorded("sglang", tmp_path / "a", [first, second])
     assert trace.generated(lens=False).token.tolist() == [450, 6635]
+
+
+def test_tokens_that_vllm_names_by_id_are_ids_in_chat_too(tmp_path: Path) -> None:
+    """As vLLM's chat has them: ``token_id:N`` in the place of the text, and that in bytes. What no text is known of shows its id."""
+
+    def named(id: int, score: float) -> dict[str, Any]:
+        name = f"token_id:{id}"
+        return {"token": name, "logprob": score, "bytes": list(name.encode())}
+
+    entry = {**named(450, -0.25), "top_logprobs": [named(450, -0.25), named(7, -1.25)]}
+    choice = {
+        "index": 0,
+        "delta": {"content": " The"},
+        "logprobs": {"content": [entry]},
+        "finish_reason": "length",
+    }
+    replies = {
+        **VLLM["listed"],
+        "/v1/chat/completions": lambda handler, _: send_events(handler, [{"choices": [choice]}]),
+    }
+    with serving(replies) as address:
+        asked = Scenario.from_flags(f"{address}/v1", ["a prompt"], "chat max_tokens=1 top=2")
+        trace = record(asked, tmp_path / "a")
+    generated = trace.generated(lens=False)
+    assert generated.token.tolist() == [450] and generated.top_ids.tolist() == [[450, 7]]
+    assert trace.header["server"]["token_ids"] and not any(
+        "by text alone" in each for each in trace.header["notes"]
+    )
+    assert trace.texts()[450] == "<450>"
+
+
+@pytest.mark.parametrize("name", ["token_id:²", "token_id:99999999999", "token_id:", "token_id:-1"])
+def test_a_name_that_holds_no_id_is_a_text(name: str) -> None:
+    token = NamedToken(-0.5, name)
+    assert token.number is None and token.raw == name.encode() and 0 <= token.key < 2**31
 
 
 def test_salts_of_requests_differ(tmp_path: Path) -> None:

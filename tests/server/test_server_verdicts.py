@@ -17,11 +17,16 @@ PROMPTS = ["the first prompt", "another one", "a third, which is longer", "and t
 
 
 def verdict(
-    fault: str, *, body: Mapping[str, Any] | None = None, prompts: list[str] = PROMPTS, **how: Any
+    fault: str,
+    *,
+    body: Mapping[str, Any] | None = None,
+    prompts: list[str] = PROMPTS,
+    schedule: str = "serial",
+    **how: Any,
 ) -> Verdict:
-    """The verdict on serial against one batch of a small model with a fault."""
+    """The verdict on serial, or another ``schedule``, against one batch of a small model with a fault."""
     with SmallModel(fault, **how).at() as address:
-        alone = Scenario.from_flags(f"{address}/v1", prompts, "max_tokens=5 engine.retries=0")
+        alone = Scenario.from_flags(f"{address}/v1", prompts, f"{schedule} max_tokens=5 engine.retries=0")
         if body:
             alone = alone.with_changes(**{"engine.body": dict(body)})
         size = {"size": len(prompts), **(body or {})}
@@ -67,6 +72,8 @@ def test_what_is_random_in_batches() -> None:
     assert (found.kind, found.rule) == ("nondeterminism", "repeat")
     assert found.sentence.startswith("Requests that the server is sent together do not repeat")
     assert "Not as rounding would look" in found.sentence
+    found = verdict("random", schedule="static:2", body={"size": 2})
+    assert found.sentence.startswith("Requests that the server is sent together do not repeat")
 
 
 @pytest.mark.parametrize("owner", ["other"])
@@ -134,6 +141,20 @@ def test_short_answers_that_are_alike_are_nobody_elses(monkeypatch: pytest.Monke
         ("x", "y", "text"),
         ("y", "x", "text"),
     ]
+
+
+def test_the_same_prompt_twice_has_either_answer_by_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One place of a batch has the bits of a request alone, and the other place other ones."""
+    ids, tokens = [[1, 2], [2, 3], [3, 4]], [1, 2, 3]
+    one = steps(tokens, [[-0.5, -1.0], [-0.6, -1.2], [-0.7, -1.5]], ids)
+    other = steps(tokens, [[-0.501, -1.001], [-0.601, -1.201], [-0.701, -1.501]], ids)
+    elsewhere = steps([5, 6, 7], [[-0.1, -3.0], [-0.2, -2.0], [-0.3, -2.5]], [[5, 1], [6, 1], [7, 1]])
+    sides = {"a": {"x": one, "y": one, "z": elsewhere}, "b": {"x": other, "y": one, "z": elsewhere}}
+    monkeypatch.setattr(outside, "_answers", lambda side: sides[side].items())
+    assert [*outside.borrowed("a", "b"), *outside.borrowed("b", "a")] == []  # type: ignore[arg-type]
+    sides["b"] |= {"x": elsewhere}
+    (found,) = outside.borrowed("a", "b")  # type: ignore[arg-type]
+    assert (found.request, found.other, found.what) == ("x", "z", "text")
 
 
 def test_certain_tokens_tell_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,6 +48,10 @@ def stream(address: str, tokens: int) -> tuple[Iterator[bytes], Any]:
 
 def test_sigterm_in_the_middle_of_an_answer_leaves_a_whole_trace(engine: Any, tmp_path: Path) -> None:
     with process(tmp_path / "served", "--grace", "0", "--kernels", "candle-metal") as (started, address):
+        for _ in range(2):
+            whole, short = stream(address, 2)
+            with short:
+                assert b"[DONE]" in b"".join(whole)
         lines, answer = stream(address, 900)
         with answer:
             for _ in range(8):
@@ -57,10 +61,11 @@ def test_sigterm_in_the_middle_of_an_answer_leaves_a_whole_trace(engine: Any, tm
         assert b"the server stopped" in said and b"[DONE]" not in said
         assert started.wait(60) == 0
         assert started.stdout is not None and started.stderr is not None
-        assert "is whole: 1 requests" in started.stdout.read()
+        told = started.stdout.read()
+        assert "Stopped after 3 requests" in told and "is whole: 3 requests" in told
         assert "Traceback" not in started.stderr.read()
     trace = Trace.open(tmp_path / "served", checked=True)
-    assert trace.complete and 4 <= trace.requests[0]["cancel"] < 900
+    assert trace.complete and 4 <= trace.requests[2]["cancel"] < 900
     assert "the server stopped" in trace.header["notes"][0]
     same_run_again(engine, trace, tmp_path / "again")
 

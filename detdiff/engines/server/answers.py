@@ -108,10 +108,10 @@ class ServerAnswer:
             self.invalid(
                 f"tokens out of order (text offsets {_short(offsets)})", "tokens as they were generated"
             )
-        self.tokens += map(NamedToken.of_name, names, scores)
+        self.tokens += map(NamedToken, scores, names)
         for found in tops or [None] * len(names):
-            named = [NamedToken.of_name(*each) for each in (found or {}).items()]
-            if named and len(named) < self.top and all(each.id is None for each in named):
+            named = [NamedToken(score, name) for name, score in (found or {}).items()]
+            if named and len(named) < self.top and all(each.number is None for each in named):
                 self.collided += 1
             self.tops.append(named)
         return len(names)
@@ -215,7 +215,7 @@ class ServerAnswer:
     @property
     def named_by_id(self) -> bool:
         """Whether its tokens have ids of the server's tokenizer."""
-        return bool(self.ids) or (bool(self.tokens) and all(each.id is not None for each in self.tokens))
+        return bool(self.ids) or (bool(self.tokens) and all(each.number is not None for each in self.tokens))
 
     @property
     def whole_text(self) -> str:
@@ -282,11 +282,16 @@ class ServerAnswer:
         return Generation(np.array(keys, np.int64), scores, top=top)
 
     def texts(self, known: Container[int]) -> dict[int, str]:
-        """The text of each token id that is not ``known``, as far as the server says it."""
+        """The text of each token id that is not ``known``, as far as the server says it; ``<id>`` where it does not."""
         named = {key: each for row in self._keyed for key, each in row.items()}
         named |= zip(self.ids or [each.key for each in self.tokens], self.tokens, strict=False)
         raws = {key: each.raw for key, each in named.items() if key not in known}
-        return {key: raw.decode("utf-8", "replace") for key, raw in raws.items() if raw}
+        raws |= {key: None for key in self.ids if key not in named and key not in known}
+        return {
+            key: f"<{key}>" if raw is None else raw.decode("utf-8", "replace")
+            for key, raw in raws.items()
+            if raw != b""
+        }
 
 
 _NO_TOKEN = NamedToken()

@@ -379,7 +379,7 @@ class _ServerRun:
         kind, own = self._engine.kind, self._engine.own
         notes = list(kind.notes)
         some = next((each for each in self._found.values() if each.tokens or each.ids), None)
-        if some is not None and not some.ids and any(token.id is None for token in some.tokens):
+        if some is not None and not some.ids and any(token.number is None for token in some.tokens):
             notes.append(
                 "the server names tokens by text alone: their ids here are numbers of their bytes, not a tokenizer's"
             )

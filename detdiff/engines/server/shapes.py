@@ -20,7 +20,10 @@ _AS_ID: Final = "token_id:"
 
 
 class NamedToken(Struct, gc=False):
-    """A token as a server names it: by ``id`` where it gives one, its text (``spelled`` in bytes), and its log-probability."""
+    """A token as a server names it: by ``id`` where it gives one, its text (``spelled`` in bytes), and its log-probability.
+
+    In the place of the text there may be ``token_id:N``, as vLLM has it where it is asked to.
+    """
 
     logprob: float | None = None
     token: str | None = None
@@ -28,27 +31,31 @@ class NamedToken(Struct, gc=False):
     spelled: msgspec.Raw = msgspec.field(default=msgspec.Raw(), name="bytes")
     top_logprobs: list[NamedToken] | None = None
 
-    @classmethod
-    def of_name(cls, name: str, logprob: float | None) -> NamedToken:
-        """A token of a list that is keyed by text, or by ``token_id:N`` as vLLM does where it is asked to."""
-        if name.startswith(_AS_ID) and name[len(_AS_ID) :].isdigit():
-            return cls(logprob, None, int(name[len(_AS_ID) :]))
-        return cls(logprob, name)
+    @property
+    def number(self) -> int | None:
+        """The id that the server gives, None without one."""
+        if self.id is not None or self.token is None or not self.token.startswith(_AS_ID):
+            return self.id
+        digits = self.token[len(_AS_ID) :]
+        known = digits.isascii() and digits.isdigit() and len(digits) <= len(str(LAST_ID))
+        return int(digits) if known and int(digits) <= LAST_ID else None
 
     @property
-    def raw(self) -> bytes:
+    def raw(self) -> bytes | None:
+        """The text in bytes, None where an id stands in its place."""
         try:
             spelled = msgspec.json.decode(self.spelled, type=_Spelled) if self.spelled else None
         except msgspec.MsgspecError:
             spelled = None
-        if spelled is not None:
-            return bytes(spelled)
-        return (self.token or "").encode("utf-8", "surrogatepass")
+        text = (self.token or "").encode("utf-8", "surrogatepass")
+        found = text if spelled is None else bytes(spelled)
+        return None if found == text and self.id is None and self.number is not None else found
 
     @property
     def key(self) -> int:
         """The id, else a number of 31 bits of its bytes."""
-        return zlib.crc32(self.raw) & LAST_ID if self.id is None else self.id
+        number = self.number
+        return zlib.crc32(self.raw or b"") & LAST_ID if number is None else number
 
 
 class TokenValues(Struct, gc=False):
