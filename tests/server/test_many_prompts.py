@@ -85,6 +85,23 @@ def test_what_never_met_is_inconclusive(prompts: Path) -> None:
     assert code == 3 and found["arms"][0]["met"] is False
 
 
+def test_one_prompt_never_met_another(tmp_path: Path) -> None:
+    with SmallModel("").at() as address:
+        words = (
+            "compare",
+            "--model",
+            f"{address}/v1",
+            "--prompt",
+            "alone",
+            "--a",
+            "serial",
+            "--b",
+            "static:4 'engine.body={\"size\":1}'",
+        )
+        found = run(*words, "--both", "max_tokens=3")
+    assert found.exit_code == 3 and "nothing ran together" in found.output
+
+
 def test_repetitions_that_differ_count_where_invariance_is_expected(prompts: Path) -> None:
     with SmallModel("random").at() as address:
         words = (

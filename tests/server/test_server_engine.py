@@ -85,7 +85,7 @@ def test_requests_that_never_ran_together_are_no_comparison(tmp_path: Path) -> N
         a, b = both(address, tmp_path)
     found = compare(a, b)
     assert found.inconclusive and not found.identical
-    assert any("did not run together" in note for note in found.notes)
+    assert any("did not all run together" in note for note in found.notes)
 
 
 def test_batches_of_a_size_follow_each_other(tmp_path: Path) -> None:

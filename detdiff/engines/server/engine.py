@@ -399,7 +399,8 @@ class _ServerRun:
 
     def told(self) -> dict[str, Any]:
         """What the end of the trace says: times, evidence, cached tokens, and what went on beside."""
-        batched = self._scenario.schedule.kind != "serial" and len(self._asked) > 1
+        together = self._scenario.schedule.kind != "serial"
+        batched = together and len(self._asked) > 1
         notes = self._notes()
         misnamed = sum(each.misnamed for n, each in self._found.items() if self._greedy(n))
         collided = sum(each.collided for each in self._found.values())
@@ -462,12 +463,15 @@ class _ServerRun:
                 for number, each in sorted(self._found.items())
             },
         }
+        if together and not batched:
+            server["met"] = False
+            notes.append("one request was sent alone, so that nothing ran together: give more prompts")
         if seen is not None:
             server["met"] = seen.met
             times["together"] = seen.to_json()
             if not seen.met:
                 notes.append(
-                    "the requests that were sent together did not run together, as far as their tokens show: "
+                    "the requests that were sent together did not all run together, as far as their tokens show: "
                     f"{seen.most} at most at a time"
                     if seen.met is False
                     else "whether the requests ran together was not seen: their answers did not stream"
