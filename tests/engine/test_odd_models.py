@@ -7,6 +7,7 @@ from collections.abc import Callable
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from every_model import build
 from runs import Runs, digests, events, loaded, scenario
 from toy_models import CastAttention, Keyworded, Listing, Looped, Toy
 
@@ -14,6 +15,7 @@ from detdiff.compare import compare
 from detdiff.engines.mlx.engine import RecordOptions
 from detdiff.engines.mlx.model import LoadedModel
 from detdiff.engines.mlx.taps.session import InjectedFault
+from detdiff.scenario import Scenario
 
 ODD: dict[str, Callable[[], nn.Module]] = {
     "looped": Looped,
@@ -67,3 +69,18 @@ def test_the_second_time_through_a_layer_is_a_site_of_its_own(runs: Runs) -> Non
         assert hit.origin is not None
         assert (hit.id, hit.origin.site, hit.origin.position) == ("r1", site, 2)
         assert sum(count.count for count in hit.origins) == 1
+
+
+def test_an_array_that_does_not_begin_with_the_batch_has_no_rows(runs: Runs) -> None:
+    """gemma3n's layers give [streams, batch, rows, width]: the third request of a batch is no third stream."""
+    of = build("gemma3n")
+    asked = scenario("static", lengths=(13, 4, 9), max_tokens=3)
+    base, other = runs.record(of, asked), runs.record(of, asked)
+    assert compare(base, other).identical
+    names = {site.name for site in base.sites}
+    assert "language_model.layers.0" not in names and "language_model.layers.0.mlp" in names
+    others = asked.to_dict()
+    for request in others["request"][1:]:
+        request["tokens"] = [token % 90 + 1 for token in request["tokens"]]
+    beside = compare(base, runs.record(of, Scenario.from_dict(others)), requests=["r0"])
+    assert beside.identical

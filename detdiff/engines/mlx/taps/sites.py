@@ -259,6 +259,9 @@ def discover(model: Module, install: Callable[[Any], Any]) -> SiteMap:
 
 
 def _row_axis(array: mx.array, length: int) -> int | None:
+    # What does not begin with the batch, such as gemma3n's stack of its layers' streams, has no rows at that axis.
+    if array.ndim < 2 or array.shape[0] != 1:
+        return None
     return next((axis for axis in (1, 2) if array.ndim > axis and array.shape[axis] == length), None)
 
 
