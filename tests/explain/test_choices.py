@@ -274,6 +274,26 @@ def test_penalties_that_forget_a_cached_prefix_are_named() -> None:
     assert "its processors were given no tokens that came from a cache" in verdict.sentence
 
 
+def test_a_small_penalty_that_a_turn_forgets_in_low_precision_is_the_samplers_and_not_the_caches() -> None:
+    requests = [{"id": "r0", "tokens": [5, 9, 2, 7], "turn": [{"tokens": [11, 12]}]}]
+    given = {
+        "model": "tiny",
+        "max_tokens": 6,
+        "temperature": 0.8,
+        "presence_penalty": 0.8,
+        "presence_context_size": 64,
+    }
+    asked = Scenario.from_dict({**given, "request": requests})
+    verdict = explain(asked.with_changes(turns="fresh"), asked, loaded=model("llama", "bf16"), repeats=1)
+    assert (verdict.kind, verdict.rule) == ("bug", "choices"), verdict.sentence
+    assert "its processors were given no tokens that came from a cache" in verdict.sentence
+    whole = asked.with_changes(turns="fresh")
+    of_the_cache = explain(whole, asked, loaded=model("llama", "bf16"), controls=["fresh"])
+    control = of_the_cache.control("fresh")
+    assert control is not None and control.result == "equal" and of_the_cache.rule != "kept", control
+    assert run_choices(Case.of(whole, whole, loaded=model("llama", "bf16")), "b", {}).wrong is None
+
+
 def test_a_drawn_token_is_explained_on_the_command_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

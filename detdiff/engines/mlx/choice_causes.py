@@ -130,7 +130,8 @@ def _prompt(drawn: RunDraws, draw: Draw) -> list[int]:
 
 def _uncached(drawn: RunDraws, draw: Draw) -> list[int]:
     item = drawn.work[draw.request]
-    taken = min(drawn.scenario.cache.reuse_tokens or 0, len(item.prompt) - 1)
+    reused = min(drawn.scenario.cache.reuse_tokens or 0, len(item.prompt) - 1)
+    taken = max(reused, drawn.kept.get(item.index, 0))
     return drawn.tokens(draw, draw.request)[taken:]
 
 

@@ -63,6 +63,8 @@ class _DrawWatch:
     work: Sequence[Work]
     until: Mapping[str, int]
     draws: list[Draw] = field(default_factory=list)
+    kept: dict[int, int] = field(default_factory=dict)
+    """How many tokens of a request were kept of the turn before."""
     _of: dict[tuple[int, int], Draw] = field(default_factory=dict)
 
     def on_logits(self, forward: Forward, logits: mx.array) -> None:
@@ -81,6 +83,10 @@ class _DrawWatch:
             self.draws.append(draw)
             self._of[s.request, index] = draw
 
+    def on_event(self, kind: str, **fields: Any) -> None:
+        if kind == "turn":
+            self.kept[fields["request"]] = fields["kept"]
+
     def on_choice(self, request: int, index: int, logprobs: mx.array) -> None:
         if (request, index) in self._of:
             self._of[request, index].logprobs = handle(logprobs)[None]
@@ -91,14 +97,17 @@ class _DrawWatch:
 
 
 NEAR: Final = 8
-"""By how many units in the last place of the largest value log-probabilities may differ that are summed in another order."""
+"""By how many units in the last place of the largest value log-probabilities may move together that are summed in another order."""
 
 
 class RunDraws:
     """The draws of one run, ``known`` those whose tokens were asked for, and what others they could have been."""
 
-    def __init__(self, scenario: Scenario, work: Sequence[Work], draws: Sequence[Draw]) -> None:
+    def __init__(
+        self, scenario: Scenario, work: Sequence[Work], draws: Sequence[Draw], kept: Mapping[int, int]
+    ) -> None:
         self.scenario, self.work, self.draws = scenario, work, draws
+        self.kept = kept
         self.sampling = [request.sampling for request in scenario.requests]
         self.known = [draw for draw in draws if draw.token is not None and draw.logprobs is not None]
         self.batched = scenario.schedule.kind != "serial"
@@ -117,9 +126,9 @@ class RunDraws:
         case.budget.begin()
         packed = scenario.schedule.layout == "packed"
         with contextlib.suppress(_Enough), sessions.running(None, watch.on_logits, packed=packed):
-            serve(scenario, sessions, work, watch.on_token, on_choice=watch.on_choice)
+            serve(scenario, sessions, work, watch.on_token, watch.on_event, watch.on_choice)
         case.budget.spend(len({draw.forward for draw in watch.draws}))
-        return cls(scenario, work, watch.draws)
+        return cls(scenario, work, watch.draws, watch.kept)
 
     # What a sampler is given.
 
@@ -153,15 +162,26 @@ class RunDraws:
         return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
 
     def was_given(self, draw: Draw, expected: mx.array) -> bool:
-        """Whether these are the log-probabilities that the sampler was given, up to the rounding of their sum."""
+        """Whether these are the log-probabilities that the sampler was given.
+
+        A sum in another order moves all by the same, but for the rounding of each: a bound on the whole would let penalties through
+        in low precision.
+        """
         assert draw.logprobs is not None
         found, wanted = (np.asarray(array.astype(mx.float32)) for array in (draw.logprobs, expected))
         finite = np.isfinite(wanted)
         if not np.array_equal(finite, np.isfinite(found)):
             return False
+        found, wanted = found[finite], wanted[finite]
+        if np.array_equal(found, wanted):
+            return True
         unit = float(mx.finfo(draw.logprobs.dtype).eps)
-        size = max(1.0, float(np.abs(wanted[finite]).max(initial=0.0)))
-        return bool(np.abs(wanted[finite] - found[finite]).max(initial=0.0) <= NEAR * unit * size)
+        moved, size = found - wanted, np.abs(wanted)
+        least = int(np.argmin(size))
+        shift = float(moved[least])
+        if abs(shift) > NEAR * unit * max(1.0, float(size.max())):
+            return False
+        return bool(np.all(np.abs(moved - shift) <= unit * (size + size[least] + 2 * abs(shift))))
 
     # What it chooses.
 
