@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -17,12 +18,17 @@ from tiers import examples
 from tiny import CONFIGS, FORMATS, tiny
 from watching import Watching, watched
 
+from detdiff.compare.forwards import KernelCall
 from detdiff.engines.mlx.oracle_operations import operation_of
 from detdiff.engines.mlx.taps.sites import site_name
 from detdiff.errors import OracleRefused
+from detdiff.explain.attention_bounds import AttentionOperation
 from detdiff.explain.bounds import Copied, Linear
-from detdiff.explain.oracle import Judgement, compare_sides, judge
+from detdiff.explain.controls.oracle import _judge
+from detdiff.explain.oracle import Judgement, Scores, compare_sides, judge
+from detdiff.explain.origins import OriginRow
 from detdiff.explain.roundings import Arithmetic
+from detdiff.trace import Site
 from detdiff_kernels import Affine, Kernel, Weight, kernel
 from detdiff_kernels.rounding import rounded
 
@@ -340,6 +346,35 @@ def test_one_element_decides_nothing() -> None:
     assert compare_sides(side(exact), side(exact)).nearer == "equal"
     with pytest.raises(OracleRefused, match="two outputs of one operation"):
         compare_sides(side(exact), judge(Copied(np.zeros(3)), np.zeros(3), NATIVE))
+
+
+def test_each_side_is_counted_by_its_own_bound_where_they_read_other_keys() -> None:
+    """Attention over a cache that is not recorded: a's small fault is not lost in the bound of what b was given."""
+    rng = np.random.default_rng(9)
+    q, keys, values = (rng.standard_normal((1, n, 16)) for n in (1, 4, 4))
+    small, large = (
+        AttentionOperation(q, keys, values * size, 0.25, np.zeros((1, 1, 4))) for size in (1.0, 1e8)
+    )
+    given = {"a": small, "b": large}
+    site = Site("layers.0.self_attn.attention", "attention", 0, ("in",), ("out",))
+    call = KernelCall(1, 1, "native", "")
+    origin = OriginRow(site, "leaf", "r", 3, 0, 0, 0, 0, call, call)
+
+    def side(name: str, fault: float) -> Any:
+        out = given[name].bounded(NATIVE).exact + fault
+        return SimpleNamespace(
+            name=name,
+            output=lambda site, rows: (out, "float32"),
+            trace=SimpleNamespace(header={"environment": {}}),
+        )
+
+    engine = SimpleNamespace(operation=lambda site, side, request, rows, asked: given[side.name])
+    case: Any = SimpleNamespace(engine=lambda name: engine, scenario=lambda name: None)
+    for fault, outside in ((0.0, 0), (0.1, 1)):
+        scores = Scores(1)
+        _judge(case, [side("a", fault), side("b", 0.0)], [origin], scores)
+        found = scores.detail("")
+        assert (found["outside_a"], found["outside_b"]) == (outside, 0)
 
 
 def test_json_holds_no_number_that_json_lacks() -> None:

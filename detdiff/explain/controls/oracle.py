@@ -293,21 +293,21 @@ def _judge(case: Case, sides: Sequence[Captured], group: list[OriginRow], scores
 
     first = group[0]
     try:
-        found = []
-        operation = None
+        found: list[Any] = []
+        operations: list[Operation] = []
         # What attention read is not known to be equal where the layer's cache is not recorded.
         own = first.site.kind == "attention" and "kv" not in first.site.inputs
         both = ([each.row_a for each in group], [each.row_b for each in group])
         for name, captured, call, rows in zip("ab", sides, (first.call_a, first.call_b), both, strict=True):
             engine: Any = case.engine(name)
-            if operation is None or own:
-                operation = engine.operation(first.site, captured, first.request, rows, case.scenario(name))
+            if own or not operations:
+                asked = first.site, captured, first.request, rows, case.scenario(name)
+                operations.append(engine.operation(*asked))
             output, dtype = captured.output(first.site, rows)
             backend = str(captured.trace.header["environment"].get("backend", "cpu"))
             arithmetic = Arithmetic(call.path or "native", dtype, backend, call.rows)  # type: ignore[arg-type]
-            found.append((output, arithmetic, judge(operation, output, arithmetic)))
-        assert operation is not None
-        scores.add(JudgedOrigins(group, operation, found[0], found[1]))
+            found.append((output, arithmetic, judge(operations[-1], output, arithmetic)))
+        scores.add(JudgedOrigins(group, operations[0], found[0], found[1], operations[-1]))
     except (OracleRefused, UnsupportedFormat) as error:
         for each in group:
             scores.skip(each, str(error).partition(". ")[0])
