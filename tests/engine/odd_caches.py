@@ -148,10 +148,46 @@ class Model(nn.Module):
         return [self._cache(), KVCache(), self._cache()]
 
 
+class Narrowing(nn.Module):
+    """A layer that sees all and one that sees the 3 newest, under one mask that is narrowed between them; ``in_place``: the
+    array itself, where rows come together."""
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(VOCAB, DIMS)
+        self.layers = [Block(Attention()), Block(Attention())]
+        self.norm = nn.RMSNorm(DIMS)
+        self.lm_head = nn.Linear(DIMS, VOCAB, bias=False)
+        self._in_place = in_place
+
+    def __call__(self, tokens: mx.array, cache: Any = None) -> mx.array:
+        x = self.embed_tokens(tokens)
+        wide, narrow = cache or self.make_cache()
+        start, end = wide.offset, wide.offset + tokens.shape[1]
+        rows, keys = mx.arange(start, end)[:, None], mx.arange(end)[None]
+        mask = mx.where(keys <= rows, 0.0, -1e9)
+        x = self.layers[0](x, mask, wide)
+        window = mx.where(keys > rows - 3, 0.0, -1e9)
+        if self._in_place and tokens.shape[1] > 1:
+            mask += window
+        else:
+            mask = mask + window
+        return self.lm_head(self.norm(self.layers[1](x, mask, narrow)))
+
+    def make_cache(self) -> list[Any]:
+        return [KVCache(), KVCache()]
+
+
+def narrowing(in_place: bool) -> LoadedModel:
+    """That model."""
+    mx.random.seed(3)
+    return loaded(Narrowing(in_place), "narrowing")
+
+
 def odd(kind: type = LatentAttention, cache: type = LatentCache) -> LoadedModel:
     """A model of three layers, of which the first and the last keep a cache of their own."""
     mx.random.seed(3)
     return loaded(Model(kind, cache), f"odd-{cache.__name__}")
 
 
-__all__ = ["LatentAttention", "LatentCache", "SinkCache", "chunked", "indexed", "odd"]
+__all__ = ["LatentAttention", "LatentCache", "SinkCache", "chunked", "indexed", "narrowing", "odd"]

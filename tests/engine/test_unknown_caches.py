@@ -7,8 +7,8 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import ChunkedKVCache
-from odd_caches import LatentCache, SinkCache, chunked, indexed, odd
-from runs import Runs, scenario
+from odd_caches import LatentCache, SinkCache, chunked, indexed, narrowing, odd
+from runs import Runs, content, scenario
 from toy_models import Attention
 
 from detdiff.compare import compare
@@ -38,6 +38,15 @@ def test_a_mask_that_sees_less_than_its_cache_holds_is_sound(
     assert found.identical, found.requests
     assert "lacks" not in a.header
     assert explain(a, b, loaded=loaded).kind == "identical"
+
+
+def test_a_mask_that_a_model_changes_in_place_is_what_attention_was_given(runs: Runs) -> None:
+    # Masks are looked at when their forward is digested, long after the model went on with them.
+    loaded = narrowing(in_place=True)
+    a, b = (run(runs, loaded, max_tokens=2, **keys) for keys in ({}, {"prefill_chunk": 1}))
+    found = compare(a, b)
+    assert found.identical, found.requests
+    assert content(a) == content(run(runs, narrowing(in_place=False), max_tokens=2))
 
 
 def test_an_entry_that_changes_in_a_chunked_cache_is_found(

@@ -29,6 +29,7 @@ from .forward import (
     ForwardRows,
     KeyReader,
     as_float32,
+    handle,
     memory,
     top,
 )
@@ -312,7 +313,9 @@ class Recorder:
         for lane, (held, shown) in enumerate(pairs):
             call = _returning(record.caches, held, f"{inside}.cache{again}", lane)
             if call is not None:
-                call.readers.append(KeyReader(key, key_count(held), shown))
+                # A model may change its mask in place before it is looked at.
+                seen = handle(shown) if isinstance(shown, mx.array) else shown
+                call.readers.append(KeyReader(key, key_count(held), seen))
 
     def block_done(self, key: str) -> None:
         record = self._record

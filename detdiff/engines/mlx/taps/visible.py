@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from detdiff.trace import format_ranges
 
 from .forward import KeyReader, Memory, Segment, memory
+from .unread import node
 
 Int64 = NDArray[np.int64]
 
@@ -45,7 +46,7 @@ class Masks:
 
     def sight(self, reader: KeyReader, segment: Segment, rows: int, packed: bool) -> Sight | None:
         """What a segment's rows see, of ``rows`` of the call; None where the mask has a form that is not known."""
-        key = id(reader.mask), reader.columns, id(segment)
+        key = node(reader.mask) or id(reader.mask), reader.columns, id(segment)
         if key not in self._known:
             # The mask is kept, so that no other object has its number.
             self._known[key] = reader.mask, _sight(reader, segment, rows, packed)
