@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx_lm.models import mamba2
 from mlx_lm.models.gated_delta import gated_delta_ops, normalize_qk
 from mlx_lm.models.ssm import ssm_update
+from runs import Runs, model, scenario
 from tiers import some_now
 
 from detdiff.engines.mlx.scan_calls import ScannedRow
+from detdiff.explain import explain
 from detdiff.explain.oracle import Judgement, judge
 from detdiff.explain.roundings import Arithmetic
 
@@ -73,3 +77,25 @@ def test_a_state_in_another_dtype_is_not_judged() -> None:
     with pytest.raises(Exception, match="held in bfloat16"):
         ScannedRow(given, 0, 0, 2, True, y, state.astype(mx.bfloat16)).operation()
     assert np.isfinite(ScannedRow(given, 0, 0, 2, False, y, state).output()).all()
+
+
+@pytest.mark.parametrize(("factor", "found"), [(1.0, "inside"), (1.01, "outside")])
+def test_a_state_that_is_written_over_is_judged_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, factor: float, found: str
+) -> None:
+    """One buffer for a state, which each chunk writes over, is sound; one that is not what the chunk before left is a bug."""
+
+    def in_place(*args: Any) -> Any:
+        state = args[7]
+        y, new = ssm_update(*args[:7], None if state is None else state * factor, *args[8:])
+        if state is None:
+            return y, new
+        state[...] = new
+        return y, state
+
+    monkeypatch.setattr(mamba2, "ssm_update", in_place)
+    runs, loaded = Runs(tmp_path), model("mamba2")
+    a, b = (runs.record(loaded, scenario(lengths=(12,), max_tokens=1, prefill_chunk=n)) for n in (2048, 4))
+    verdict = explain(a, b, loaded=loaded, controls=("repeat", "oracle"))
+    assert {each.fact: each.detail.get("result") for each in verdict.evidence}["oracle"] == found
+    assert (verdict.kind == "bug") == (found == "outside"), verdict.sentence

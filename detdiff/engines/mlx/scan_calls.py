@@ -94,16 +94,14 @@ class ScanWatch:
     def scan(
         self, where: str, forward: Forward, given: Mapping[str, Any], y: mx.array, state: mx.array
     ) -> None:
-        """One scan with what came out of it."""
-        held = {
-            name: handle(value) if isinstance(value, mx.array) else value for name, value in given.items()
-        }
+        """One scan: ``given`` as it was before, and what came out of it, which a model may go on with in place."""
+        y, state = handle(y), handle(state)
         for segment in forward.segments:
             for position in range(segment.start, segment.start + segment.count):
                 if (segment.request, position) in self.wanted:
                     row = segment.column + position - segment.start
                     self.rows[where, segment.request, position, forward.index] = ScannedRow(
-                        held,
+                        given,
                         segment.slot,
                         segment.column,
                         row,

@@ -15,6 +15,7 @@ from detdiff_kernels import BadOperand, Call, UnsupportedFormat, forced
 from detdiff_kernels.staging import summed
 
 from .experts import SwitchCalls
+from .forward import handle
 from .kernel_plan import (
     CallSite,
     KernelPath,
@@ -411,11 +412,13 @@ SCAN_ROWS = {
 
 
 def scanned(kind: str, native: Native, args: Any, kw: Any, *, single: bool) -> tuple[Given, mx.array, Any]:
-    """The arguments of a recurrence by name, y [slots, rows, ...] and the state after the last row; ``single``: in calls of one
-    row each."""
+    """The arguments of a recurrence by name as they were before it, y [slots, rows, ...] and the state after the last row;
+    ``single``: in calls of one row each."""
     # By place what came by place: who wraps a function may have other names for it.
     names = SCAN_NAMES[kind][: len(args)]
     given: Given = {**dict(zip(names, args, strict=True)), **kw}
+    # A recurrence may write its new state over the old one.
+    held = {name: handle(value) if isinstance(value, mx.array) else value for name, value in given.items()}
 
     def call(asked: Given) -> tuple[mx.array, Any]:
         found: tuple[mx.array, Any] = native(
@@ -425,15 +428,15 @@ def scanned(kind: str, native: Native, args: Any, kw: Any, *, single: bool) -> t
         return found
 
     if not single:
-        return given, *call(given)
+        return held, *call(given)
     rows = [name for name in SCAN_ROWS[kind] if given.get(name) is not None]
     state, lengths, done = given.get("state"), given.get("lengths"), []
     for row in range(given[rows[0]].shape[1]):
         one = {name: given[name][:, row : row + 1] for name in rows}
         more = {} if lengths is None else {"lengths": lengths - row}
         y, state = call({**given, **one, **more, "state": state})
-        done.append(y)
-    return given, mx.concatenate(done, axis=1), state
+        done.append(handle(y))
+    return held, mx.concatenate(done, axis=1), state
 
 
 class Operations:
