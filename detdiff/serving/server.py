@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import uvicorn
@@ -53,7 +54,7 @@ class RunningServer(uvicorn.Server):
             self._socket.close()
             raise
         self.model = ModelServer(opened, scenario, options.bounds)
-        self._grace = options.grace
+        self._grace, self._hurried = options.grace, False
         super().__init__(
             uvicorn.Config(
                 self.model.app(),
@@ -85,6 +86,14 @@ class RunningServer(uvicorn.Server):
             driver.join()
         if driver.failure is not None:
             raise driver.failure
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A second signal ends what runs without any grace, each answer with its reason; a third leaves them."""
+        if self.should_exit and not self._hurried:
+            self._hurried = True
+            self.model.driver.stop(0.0)
+            return
+        super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self.model.driver.stop(self._grace)

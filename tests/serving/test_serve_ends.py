@@ -71,6 +71,33 @@ def test_sigterm_in_the_middle_of_an_answer_leaves_a_whole_trace(engine: Any, tm
 
 
 @pytest.mark.thorough
+def test_a_second_signal_ends_what_has_grace_left(tmp_path: Path) -> None:
+    with process(tmp_path / "served", "--grace", "600", "--kernels", "candle-metal") as (started, address):
+        lines, answer = stream(address, 900)
+        with answer:
+            for _ in range(8):
+                next(lines)
+            started.send_signal(signal.SIGTERM)
+            # Only a server that heard the first one refuses.
+            wait_for(lambda: refuses(address))
+            started.send_signal(signal.SIGINT)
+            said = b"".join(lines)
+        assert b"the server stopped" in said and b"[DONE]" not in said
+        assert started.wait(60) == 0
+        assert started.stderr is not None and started.stderr.read() == ""
+    assert Trace.open(tmp_path / "served", checked=True).complete
+
+
+def refuses(address: str) -> bool:
+    """Whether no new connection is taken."""
+    try:
+        urllib.request.urlopen(f"{address}/health", timeout=5).read()
+    except OSError:
+        return True
+    return False
+
+
+@pytest.mark.thorough
 def test_a_server_that_is_killed_leaves_its_finished_shards(tmp_path: Path) -> None:
     with process(tmp_path / "served") as (started, address):
         lines, answer = stream(address, 900)
