@@ -84,8 +84,7 @@ class Answer:
 
 
 def answers(name: str, pairs: Sequence[str] = tuple(PAIRS), each: Sequence[str] = ()) -> dict[str, Answer]:
-    """The pairs of one class by name; of pairs with the same first origin one is explained of each layout and of those alone and those in
-    a batch, and those in ``each``. Raises what building and running the class serially raises."""
+    """The pairs of one class by name; of pairs with the same first origin and schedule one is explained, and those in ``each``. Raises what building and running the class serially raises."""
     from every_model import build
     from runs import scenario
 
@@ -104,7 +103,7 @@ def answers(name: str, pairs: Sequence[str] = tuple(PAIRS), each: Sequence[str] 
             return record(asked, Path(folder) / pair, loaded=loaded, options=options)
 
         base = run(BASE, {})
-        told: dict[tuple[str, bool, str | None], Answer] = {}
+        told: dict[tuple[str, str | None, str | None], Answer] = {}
         for pair in pairs:
             try:
                 other = run(pair, PAIRS[pair])
@@ -117,7 +116,7 @@ def answers(name: str, pairs: Sequence[str] = tuple(PAIRS), each: Sequence[str] 
             first = next((r.origin for r in divergence.requests if r.id == divergence.first), None)
             origin = "" if first is None else f"{first.site} ({first.kind}, {first.how})"
             # What a batch does beside the same origin, such as padding that leaks, does not show alone.
-            alike = origin, "schedule" in PAIRS[pair], PAIRS[pair].get("layout")
+            alike = origin, PAIRS[pair].get("schedule"), PAIRS[pair].get("layout")
             if not divergence.identical and pair not in each and alike in told:
                 found[pair] = told[alike]
                 continue
@@ -146,7 +145,7 @@ def page(found: Mapping[str, Answers | str], versions: str) -> str:
         "Written by `python tools/model_matrix.py`: each class, small and with random float32 weights, "
         f"{len(LENGTHS)} requests with prompts of {', '.join(map(str, LENGTHS))} tokens and windows shorter than these, run "
         "one request after the other and then in each other way that mlx-lm and the packed layout have. Each pair is compared, and where it "
-        "differs explained; of pairs with the same first origin one is explained of each layout and of those alone and those in a batch. A refusal has the words of mlx-lm or of detdiff. "
+        "differs explained; of pairs with the same first origin one is explained of those alone, and every one in a batch. A refusal has the words of mlx-lm or of detdiff. "
         f"With {versions}.",
         "",
         f"{len(ran)} of {len(found)} classes run; of {len(pairs)} pairs "
