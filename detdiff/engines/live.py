@@ -60,6 +60,10 @@ class LiveRun(Protocol):
         """How many positions the model was made for, None where it does not say."""
 
     @property
+    def recorded(self) -> bool:
+        """Whether a trace is written, which names every request."""
+
+    @property
     def steps(self) -> int:
         """Forwards of the model so far: what an arrival counts."""
 

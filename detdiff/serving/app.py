@@ -55,6 +55,7 @@ class ModelServer:
             filter(None, ("detdiff", self.version, weights, scenario.kernels.profile))
         )
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._recorded = live.recorded
         self._ids: set[str] = set()
         self._count = 0
         self._created = int(time.time())
@@ -193,12 +194,13 @@ class ModelServer:
             )
 
     def _id(self, given: str) -> str:
-        """The client's own name of a request where it can be one in a trace and is new, else r0, r1, ..."""
-        id = given
+        """The client's own name of a request where there is a trace and it can be one in it and is new, else r0, r1, ..."""
+        id = given if self._recorded else ""
         while not _ID.fullmatch(id) or id in self._ids:
             id = f"r{self._count}"
             self._count += 1
-        self._ids.add(id)
+        if self._recorded:
+            self._ids.add(id)
         return id
 
     async def _body(self, http: HttpRequest) -> Any:

@@ -254,7 +254,7 @@ class Driver:
         if served in self._waiting:
             self._waiting.remove(served)
             self.counts.taken += 1
-            self._told.setdefault("not_begun", []).append({"id": id, "why": why})
+            self._tell("not_begun", {"id": id, "why": why})
         elif self._active.get(id) is served:
             kept = self._live.end(id, cancelled=True)
             asked = served.request.max_tokens
@@ -273,9 +273,16 @@ class Driver:
         early: dict[str, Any] = dict(more or {})
         if served.stopping is not None and served.stopping.found is not None:
             early = {"stop": served.stopping.found, "max_tokens": served.request.max_tokens}
-        self._told.setdefault("requests", []).append({"id": id, "finished": reason, **early})
+        if not self._live.recorded:
+            return
+        self._tell("requests", {"id": id, "finished": reason, **early})
         moments = (served.asked, *(served.times.get(each) for each in ("begun", "first", "last")))
         self._times[id] = [None if each is None else round(each - self._began, 6) for each in moments]
+
+    def _tell(self, what: str, entry: Mapping[str, Any]) -> None:
+        """Note something for the trace's header; a server without a trace must not grow with what it has served."""
+        if self._live.recorded:
+            self._told.setdefault(what, []).append(dict(entry))
 
     def _all_told(self) -> dict[str, Any]:
         """What the trace's header says of the serving."""

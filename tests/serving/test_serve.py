@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import filecmp
+import gc
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -186,6 +187,22 @@ def test_a_name_of_the_clients_own_is_the_requests_id(engine: Any, tmp_path: Pat
         ]
     ids = [each["id"] for each in Trace.open(tmp_path / "served").requests]
     assert named == [f"cmpl-{id}" for id in ids] and ids[0] == "mine-1" and len(set(ids)) == 3
+
+
+def test_a_server_without_a_trace_keeps_nothing_of_what_it_served(native: Served) -> None:
+    def held() -> int:
+        return len(gc.get_objects())
+
+    for _ in range(3):
+        native.complete(PROMPTS[2], max_tokens=1)
+    gc.collect()
+    before = held()
+    for n in range(40):
+        native.post(
+            "/v1/completions", {"prompt": PROMPTS[2], "max_tokens": 1}, headers={"X-Request-Id": f"n{n}"}
+        )
+    gc.collect()
+    assert held() - before < 20
 
 
 @pytest.mark.thorough

@@ -101,6 +101,10 @@ class PackedLive:
         return context_limit(self._loaded)
 
     @property
+    def recorded(self) -> bool:
+        return self._writer is not None
+
+    @property
     def steps(self) -> int:
         return self._packed.clock.steps
 
