@@ -175,13 +175,21 @@ def _first_origin(divergence: Divergence, first: RequestDivergence | None) -> st
 
 
 def run_line(run: RunIdentity) -> str:
-    parts = [named(run.trace), *decisive(run.scenario)]
+    unknown = "forwards" in run.lacks
+    # Of an engine that shows answers alone nobody knows how it lays rows out.
+    settings = [
+        each
+        for each in decisive(run.scenario)
+        if not (unknown and each.startswith(("layout ", "prefill_chunk ")))
+    ]
+    parts = [named(run.trace), *settings]
     if "name" in run.model:
         parts.append(f"model {named(str(run.model['name']))}")
     if run.engine != "mlx" and "engine" not in run.scenario:
         # An engine that was given as an object.
         parts.append(f"engine {named(run.engine)}")
-    parts.append(count(run.forwards, "forward"))
+    if not unknown:
+        parts.append(count(run.forwards, "forward"))
     if not run.complete:
         parts.append("INCOMPLETE")
     return ", ".join(parts)

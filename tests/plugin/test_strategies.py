@@ -21,6 +21,7 @@ from detdiff.engines.function import EngineRequest
 from detdiff.engines.mlx.packed import PackedEngine
 from detdiff.engines.mlx.requests import prepare
 from detdiff.engines.mlx.serve import Models, Sessions, serve
+from detdiff.engines.schedule import Work
 from detdiff.errors import ScenarioRangeError
 from detdiff.scenario import Request, Scenario, Schedule
 from detdiff.strategies import arrivals, compositions, prompts, row_counts, schedules
@@ -164,14 +165,17 @@ class Served:
         return found
 
 
-def slip(engine: PackedEngine, limit: int, real: Callable[..., None] = PackedEngine._admit) -> None:
+def slip(
+    engine: PackedEngine, schedule: Schedule, real: Callable[..., list[Work]] = PackedEngine._admit
+) -> list[Work]:
     """Admits as it should; whoever comes as the third then changes what is left to read of a prompt that is half done."""
     before = list(engine._queue.active)
-    real(engine, limit)
+    due = real(engine, schedule)
     if len(engine._queue.active) >= 3 and len(engine._queue.active) > len(before):
         for work in before:
             if 0 < work.done < len(work.prompt):
                 work.prompt = (*work.prompt[:-1], work.prompt[-1] ^ 1)
+    return due
 
 
 @pytest.mark.thorough

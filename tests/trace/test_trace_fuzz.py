@@ -33,7 +33,7 @@ def complete(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def happened(writer: TraceWriter, number: int) -> None:
-    for line in (samples.VERIFY, samples.TRIM, {"event": "anything", "requests": [0, 1]}):
+    for line in (samples.VERIFY, samples.TRIM, {"event": "merge", "requests": [0, 1]}):
         writer.event({**line, "forward": number})
 
 
