@@ -7,7 +7,7 @@ import os
 import random
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from detdiff.errors import CommandError, PolicyUnusable
 from detdiff.report.bench import bench_html
 from detdiff.report.build import build
 from detdiff.report.html import write_html
-from detdiff.scenario import Request, Scenario
+from detdiff.scenario import Request, Scenario, parse_flags
 from detdiff.trace import Trace
 
 
@@ -139,8 +139,6 @@ def _base(asked: BenchArguments) -> Scenario:
             {**keys, **({} if asked.engine is None else {"engine": asked.engine})}, where="bench"
         )
     if asked.changes:
-        from detdiff.scenario import parse_flags
-
         base = base.with_changes(**parse_flags(asked.changes))
     return base
 
@@ -174,8 +172,6 @@ def _loaded(base: Scenario, workload: Workload, engine: Engine | None, seed: int
                 ignore_stop=True,
             )
         )
-    from dataclasses import replace
-
     return replace(
         base, requests=tuple(requests), schedule=replace(base.schedule, kind="continuous", active=None)
     )

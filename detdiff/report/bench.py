@@ -168,6 +168,11 @@ def _points(measured: Measurement) -> list[tuple[PolicyResult, Spread]]:
     return [(result, spread) for result in measured.results if (spread := throughput(result)) is not None]
 
 
+def _series(number: int) -> str:
+    """The class of a policy's marks, the same in all pictures; those beyond the colours share the last."""
+    return _SERIES[min(number, len(_SERIES) - 1)]
+
+
 def _dot(x: float, y: float) -> str:
     return f"M{coordinate(x - 4)} {coordinate(y)}a4 4 0 1 0 8 0a4 4 0 1 0-8 0z"
 
@@ -186,7 +191,7 @@ def throughput_svg(measured: Measurement) -> str:
     step = (_WIDTH - _LEFT - 32) / len(levels)
     items = []
     for number, (result, spread) in enumerate(points):
-        cls = _SERIES[min(number, len(_SERIES) - 1)]
+        cls = _series(number)
         same = [r for r, _ in points if r.policy.at_once == result.policy.at_once]
         x = _LEFT + step * (levels.index(result.policy.at_once) + (same.index(result) + 1) / (len(same) + 1))
         canvas.line(x, scale(spread.low), x, scale(spread.high), cls)
@@ -223,17 +228,14 @@ def latency_svg(measured: Measurement) -> str:
     step = (_WIDTH - _LEFT - 32) / len(names)
     for place, (_, words) in enumerate(names):
         for number, (_, pairs) in enumerate(found):
-            cls = _SERIES[min(number, len(_SERIES) - 1)]
+            cls = _series(number)
             x = _LEFT + step * (place + (number + 1) / (len(found) + 1))
             half, most = pairs[place]
             canvas.line(x, scale(half), x, scale(most), cls)
             canvas.path(_dot(x, scale(half)), cls)
         canvas.text(_LEFT + step * (place + 0.5), floor + 18, words, "dd-t", "middle")
     canvas.text(_LEFT, floor + 36, "milliseconds: the median, and up to the 99th percentile", "dd-t2")
-    items = [
-        ((mark(_dot, _SERIES[min(n, len(_SERIES) - 1)]),), escaped(result.policy.name))
-        for n, (result, _) in enumerate(found)
-    ]
+    items = [((mark(_dot, _series(n)),), escaped(result.policy.name)) for n, (result, _) in enumerate(found)]
     height = canvas.legend(8, floor + 44, _WIDTH - 16, items) + 6
     said = "; ".join(f"{r.policy.name}: {pairs[0][0]:.1f} ms to the first token" for r, pairs in found)
     return canvas.svg("dd-latency", "Latency by policy", said, (_WIDTH, height), False)
@@ -258,7 +260,7 @@ def flips_svg(measured: Measurement) -> str:
         (across(result.flips), scale(spread.median), result.policy.name) for result, spread in points
     ]
     for number, (x, y, name) in enumerate(places):
-        cls = _SERIES[min(number, len(_SERIES) - 1)]
+        cls = _series(number)
         canvas.path(_dot(x, y), cls)
         canvas.text(x + 8, y + 4, fitted(escaped(name), _WIDTH - x - 24), "dd-t", halo=True)
     said = "; ".join(f"{r.policy.name}: {s.median:.1f} tokens/s, {r.sameness}" for r, s in points)
