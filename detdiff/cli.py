@@ -834,6 +834,9 @@ def bench(imports: tuple[str, ...], as_json: bool, changes: tuple[str, ...], **o
 @click.option(
     "--shape", "k", metavar="K", type=int, help="For a function of your own: how wide its rows are."
 )
+@click.option(
+    "--custom-code", is_flag=True, help="With --model: let the Python file that it names as its own run."
+)
 @click.option("--no-time", is_flag=True, help="Take no times.")
 @click.option("--plot", metavar="SVG", type=click.Path(path_type=Path), help="Write a chart as well.")
 @json_option

@@ -9,7 +9,15 @@ from pathlib import Path
 from typing import Any, Final
 
 from detdiff.commands.explain import ProgressBars
-from detdiff.commands.sides import ComparisonArguments, Engines, Progress, recorded, sides
+from detdiff.commands.sides import (
+    ComparisonArguments,
+    Engines,
+    Progress,
+    as_given,
+    recorded,
+    sides,
+    with_names,
+)
 from detdiff.explain.inside import InsideAnswer, look_inside
 from detdiff.scenario import Scenario
 from detdiff.trace import Trace
@@ -29,7 +37,8 @@ def seen_inside(
         )
     found = sides(replace(asked, replay=True, keep=None))
     with recorded(found, None, progress, engines) as traces:
-        return _inside(traces, base, served, engines, asked, controls, budget, progress)
+        answer = _inside(traces, base, served, engines, asked, controls, budget, progress)
+        return as_given(answer, found, traces)
 
 
 def local(where: str) -> tuple[Scenario, Trace | None]:
@@ -60,7 +69,7 @@ def _inside(
     progress: Progress,
 ) -> InsideAnswer:
     with tempfile.TemporaryDirectory(prefix="detdiff-") as folder, ProgressBars(progress) as bars:
-        return look_inside(
+        found = look_inside(
             *traces,
             base,
             engines.of(base),
@@ -71,3 +80,9 @@ def _inside(
             progress=bars.on_token,
             on_control=bars.next,
         )
+        divergence = found.verdict.divergence
+        if asked.keep is not None or divergence is None:
+            return found
+        paths = {getattr(divergence, side).trace: f"run {side} inside" for side in "ab"}
+        verdict = replace(found.verdict, divergence=divergence.not_kept("ab"))
+        return with_names(replace(found, verdict=verdict), paths)

@@ -42,6 +42,7 @@ class ProbeArguments:
     array: str | None
     k: int | None
     timed: bool
+    custom_code: bool = False
 
     def check(self) -> None:
         """Raises CommandError for options that contradict one another."""
@@ -107,7 +108,7 @@ def _shapes(asked: ProbeArguments, model: str) -> Iterator[tuple[str, str, tuple
     from detdiff.engines.mlx.model import load
     from detdiff.engines.mlx.probe_operations import shapes_of
 
-    for one in shapes_of(load(model), asked.on or "native", asked.layout):
+    for one in shapes_of(load(model, custom_code=asked.custom_code), asked.on or "native", asked.layout):
         yield str(one.shape), one.op, one.sites, one.first
 
 
@@ -123,7 +124,8 @@ def _target(asked: ProbeArguments) -> ProbeTarget:
         from detdiff.engines.mlx.probe_operations import find_site
 
         assert asked.model is not None and asked.site is not None
-        return find_site(load(asked.model), asked.site, asked.on or "native", asked.layout)
+        loaded = load(asked.model, custom_code=asked.custom_code)
+        return find_site(loaded, asked.site, asked.on or "native", asked.layout)
     found = find_target(asked.target, asked.on or "native", asked.layout)
     if isinstance(found, Function):
         return Function(*find_function(asked.target), asked.k, asked.array or "numpy")

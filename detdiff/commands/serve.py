@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 from detdiff.commands.start import settled, wait_for_use
 from detdiff.engines.registry import DEFAULT, open_engine
-from detdiff.errors import DetdiffError, ServeFailed
+from detdiff.errors import DetdiffError, ScenarioConflict, ServeFailed
 from detdiff.scenario import Scenario, located, parse_flags
+from detdiff.scenario.keys import FLAG_KEYS, RUN_KEYS
 from detdiff.trace import Trace
 
 if TYPE_CHECKING:
@@ -41,6 +42,13 @@ def serve_scenario(model: str, flags: str) -> Scenario:
     """
     with located("--set"):
         given = parse_flags(flags)
+        wrong = next(
+            (name for name in given if name in FLAG_KEYS and name not in (*RUN_KEYS, "max_tokens")), None
+        )
+        if wrong is not None:
+            raise ScenarioConflict(
+                f"{wrong} is a setting of requests, which clients send with each; send it there, or leave it out."
+            )
     for name, value in (("layout", "packed"), ("schedule", "continuous"), ("active", ACTIVE)):
         if name not in given and not (name == "active" and given.get("schedule") == "serial"):
             flags = f"{flags} {name}={value}"
@@ -67,7 +75,7 @@ def served(asked: ServeArguments, on_start: Callable[[str, str], None]) -> str:
         wait_for_use("torch")
     engine = open_engine(scenario)
     settled()
-    bounds = ServerBounds(body=asked.body_limit, queue=asked.queue)
+    bounds = ServerBounds(asked.body_limit, asked.queue, parse_flags(asked.flags).get("max_tokens"))
     options = ServeOptions(asked.host, asked.port, bounds, asked.trace, asked.grace)
     server = RunningServer(engine, scenario, options)
     on_start(server.address, scenario.model)

@@ -367,7 +367,7 @@ def as_given(value: T, found: tuple[Side, Side], traces: tuple[Trace, Trace] | l
         for side, trace in zip(found, traces, strict=True)
         if isinstance(side.source, Scenario)
     }
-    return _with_names(value, paths)
+    return with_names(value, paths)
 
 
 def named(divergence: Divergence, found: tuple[Side, Side], keep: Path | None) -> Divergence:
@@ -376,26 +376,26 @@ def named(divergence: Divergence, found: tuple[Side, Side], keep: Path | None) -
         return divergence
     gone = [side for side in found if isinstance(side.source, Scenario)]
     paths = {getattr(divergence, side.name).trace: side.given for side in gone}
-    return _with_names(divergence.not_kept(side.name for side in gone), paths)
+    return with_names(divergence.not_kept(side.name for side in gone), paths)
 
 
-def _with_names(value: T, paths: Mapping[str, str]) -> T:
+def with_names(value: T, paths: Mapping[str, str]) -> T:
     """A copy of ``value`` with names for paths, wherever they stand; ``value`` itself where there is none."""
     changed: Any = value
     if isinstance(value, str):
         for path, name in paths.items():
             changed = changed.replace(path, name)
     elif isinstance(value, (tuple, list)):
-        inner = [_with_names(each, paths) for each in value]
+        inner = [with_names(each, paths) for each in value]
         if any(new is not old for new, old in zip(inner, value, strict=True)):
             changed = type(value)(inner)
     elif isinstance(value, Mapping):
-        table = {key: _with_names(each, paths) for key, each in value.items()}
+        table = {key: with_names(each, paths) for key, each in value.items()}
         if any(new is not value[key] for key, new in table.items()):
             changed = table
     elif is_dataclass(value) and not isinstance(value, type):
         own = {each.name: getattr(value, each.name) for each in fields(value) if each.init}
-        new = {name: _with_names(each, paths) for name, each in own.items()}
+        new = {name: with_names(each, paths) for name, each in own.items()}
         if different := {name: each for name, each in new.items() if each is not own[name]}:
             changed = replace(value, **different)
     result: T = changed

@@ -10,6 +10,7 @@ import numpy as np
 
 from detdiff.compare.divergence import Divergence, Finding, Origin, RequestDivergence, Verification
 from detdiff.engines.registry import changed_imports
+from detdiff.scenario import Scenario
 from detdiff.scenario.sampling import PROCESSORS
 from detdiff.trace import Trace, parse_ranges
 
@@ -313,6 +314,10 @@ class Facts:
         if self.divergence is None:
             return ()
         a, b = self.divergence.a.scenario, self.divergence.b.scenario
+        poolings = [side.get("pooling", Scenario.pooling) for side in (a, b)]
+        if poolings[0] != poolings[1] and not any(request.differing for request in self.divergence.requests):
+            # Where a site differs as well, the pooling is not why.
+            return (f"pooling {poolings[0]} and {poolings[1]}",)
         asked = [*zip(QUANTISES, *([side.get(key) for key in QUANTISES] for side in (a, b)), strict=True)]
         if self.divergence.a.engine == self.divergence.b.engine == "llama.cpp":
             asked += zip(CACHE_TYPES, _cache_types(a), _cache_types(b), strict=True)

@@ -322,13 +322,28 @@ RULES: Final[tuple[VerdictRule, ...]] = (
         stops=("repeat",),
     ),
     VerdictRule(
+        "uncached-history",
+        "every digest up to a token that differs is bit-equal, the settings are equal, and the draws of both runs, computed anew, are as "
+        "asked but for logits processors that were not given what came from a cache, which is mlx-lm's way; a repeat is equal",
+        "configuration",
+        lambda facts: (
+            bool(facts.chosen_otherwise or facts.processed_otherwise)
+            and facts.result("choices") == "uncached"
+            and facts.result("repeat") == "equal"
+        ),
+        sentences.say_uncached,
+        ("choices", "chosen", "repeat"),
+        sentences.advise_uncached,
+        stops=("repeat",),
+    ),
+    VerdictRule(
         "sampling",
         "every digest up to a flip is bit-equal, logits among them, and the settings are equal",
         "bug",
         lambda facts: (
             bool(facts.chosen_otherwise)
             and facts.logits_equal
-            and facts.result("choices") not in ("shared", "as_asked")
+            and facts.result("choices") not in ("shared", "uncached", "as_asked")
         ),
         sentences.say_sampling,
         ("compared",),

@@ -250,6 +250,20 @@ def advise_shared_state(facts: Facts) -> str:
     return "For draws that do not depend on the batch use sampler detdiff, or run requests that have a seed one by one, as mlx-lm's server does."
 
 
+def say_uncached(facts: Facts) -> str:
+    return (
+        "A difference of configuration: the model computes the same, and penalties reach over other tokens: one run was fed the whole "
+        f"conversation, the other found a part of it in a cache. {_said(facts, 'choices')}"
+    )
+
+
+def advise_uncached(facts: Facts) -> str:
+    return (
+        "Give both runs the same cache, or ask for no penalties where a cache is kept; mlx-lm's batches (schedule static or continuous) "
+        "are told of the tokens before."
+    )
+
+
 def say_leak(facts: Facts) -> str:
     content = next(
         (
@@ -514,7 +528,9 @@ def advise_bug(facts: Facts) -> str:
 
 
 def advise_configuration(facts: Facts) -> str:
-    return "Give both sides the same settings, or quantise the cache at the same position, and compare again."
+    quantised = facts.quantised_apart or any("kv_" in what for what in facts.settings)
+    or_so = ", or quantise the cache at the same position," if quantised else ""
+    return f"Give both sides the same settings{or_so} and compare again."
 
 
 def advise_roles(facts: Facts) -> str:

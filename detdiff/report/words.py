@@ -173,7 +173,7 @@ _OF_REQUESTS: Final[Mapping[str, Any]] = {
 """What a request may be asked for beside its prompt, and what it is where nothing is asked."""
 _DECISIVE = tuple(
     key.name
-    for section in ("Schedule", "Kernel plan", "Speculation", "Teacher forcing", "Cache")
+    for section in ("Task", "Schedule", "Kernel plan", "Speculation", "Teacher forcing", "Cache")
     for key in TABLE[section]
 )
 

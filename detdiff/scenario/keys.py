@@ -255,7 +255,6 @@ messages         | objects  | messages               |                          
 continuation     | text     | continuation           | task=generate task=embed         | off              | text after the prompt, whose tokens are scored; for `score`
 score_from       | integer  | score_from             | task=generate task=embed         | 1                | the position of the first token that is scored, where there is no `continuation`; for `score`
 arrival          | integer  | arrival                | schedule=static                  | 0                | the forward at which the request arrives, from 0; with `static` only 0
-cancel           | integer  | cancel                 |                                  | off              | after how many tokens the request is cancelled
 # Turns
 rewind           | integer  | turn.rewind            |                                  | 0                | how many of the newest tokens of the conversation are taken back before
 anew             | truth    | turn.anew              |                                  | false            | the conversation begins anew, in the same slot: nothing of what was before is kept
@@ -264,6 +263,7 @@ max_tokens       | integer  | max_tokens             |                          
 temperature      | number   | sampling.temperature   |                                  | 0                | 0 is greedy
 top_p            | number   | sampling.top_p         |                                  | 1                | more than 0, at most 1; 1 keeps all tokens
 seed             | integer  | sampling.seed          |                                  | 0                | of this request's draws, which do not depend on the other requests
+cancel           | integer  | cancel                 |                                  | off              | after how many tokens the request is cancelled
 ignore_stop      | truth    | ignore_stop            |                                  | false            | generate on after a stop token
 chat             | truth    | chat                   |                                  | false            | put the prompt into the model's chat template; for text only
 chat_template_args | object | chat_template_args     |                                  | none             | what the chat template is given beside the messages, such as `{enable_thinking = false}`

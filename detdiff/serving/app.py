@@ -30,14 +30,18 @@ from .writing import AnswerPiece, AnswerShape, dumped, sent
 _ID: Final = re.compile(r"[A-Za-z0-9][\w.:-]{0,63}", re.ASCII)
 _BODY_SECONDS: Final = 30.0
 _AGAIN_SECONDS: Final = "1"
+_UNSAID: Final = 16
+"""The tokens of a completion whose request does not say how many, in OpenAI's API."""
 
 
 @dataclass(frozen=True)
 class ServerBounds:
-    """``body`` bytes of one request at most, ``queue`` requests that wait at most."""
+    """``body`` bytes of one request at most, ``queue`` requests that wait at most, ``tokens`` of an answer where the request does not
+    say how many (None: what the API has, 16 and for chats what there is room for)."""
 
     body: int = 4 << 20
     queue: int = 256
+    tokens: int | None = None
 
 
 class ModelServer:
@@ -177,7 +181,8 @@ class ModelServer:
 
     def _request(self, id: str, asked: ApiRequest, tokens: tuple[int, ...]) -> Request:
         room = (self._live.context or (1 << 20)) - len(tokens)
-        longest = max(1, room) if asked.max_tokens is None else asked.max_tokens
+        unsaid = self._bounds.tokens or (max(1, room) if asked.chat else _UNSAID)
+        longest = unsaid if asked.max_tokens is None else asked.max_tokens
         return Request(
             id, tokens=tokens, max_tokens=longest, ignore_stop=asked.ignore_stop, sampling=asked.sampling
         )

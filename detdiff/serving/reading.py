@@ -107,8 +107,6 @@ class ApiRequest:
         longest = keys.whole("max_tokens", 1, _LARGEST)
         if chat:
             longest = keys.whole("max_completion_tokens", 1, _LARGEST) or longest
-        elif longest is None:
-            longest = 16
         found = cls(
             chat=chat,
             prompt=prompt,

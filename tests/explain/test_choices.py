@@ -13,8 +13,8 @@ import command_line
 import mlx.core as mx
 import pytest
 from mlx_lm.generate import BatchGenerator, GenerationBatch
-from runs import model, patched, scenario
-from tiers import some_now
+from runs import model, patched, prompts, scenario
+from tiers import FULL, some_now
 
 from detdiff.engines.base import IMPORTED
 from detdiff.engines.mlx.choice_causes import run_choices
@@ -40,10 +40,13 @@ class SamplerFault:
     cause: str
     first: tuple[str, int] | None = None
 
-    def scenario(self, schedule: str, **changes: Any) -> Scenario:
-        asked = scenario(schedule, **{**DRAWN, **self.keys, **changes}).to_dict()
-        for request, own in zip(asked["request"], self.requests, strict=True):
-            request |= own
+    def scenario(self, schedule: str, draw: int = 0) -> Scenario:
+        """With other prompts and other seeds for each ``draw``."""
+        asked = scenario(schedule, **{**DRAWN, **self.keys}).to_dict()
+        tokens = prompts(DRAWN["lengths"], seed=1 + draw)
+        for request, own, given in zip(asked["request"], self.requests, tokens, strict=True):
+            request |= {**own, "tokens": given}
+            request["seed"] += 10 * draw
         return Scenario.from_dict(asked)
 
 
@@ -194,9 +197,10 @@ FAULT_CASES = [
 ]
 
 
+@pytest.mark.parametrize("draw", range(10 if FULL else 1))
 @pytest.mark.parametrize("fault", FAULT_CASES)
-def test_a_fault_of_a_sampler_is_named_and_its_twin_is_identical(fault: SamplerFault) -> None:
-    serial, batched = fault.scenario("serial"), fault.scenario("static")
+def test_a_fault_of_a_sampler_is_named_and_its_twin_is_identical(fault: SamplerFault, draw: int) -> None:
+    serial, batched = fault.scenario("serial", draw), fault.scenario("static", draw)
     assert explained(serial, batched).kind == "identical"
     with injected(fault):
         verdict = explained(serial, batched)
@@ -270,11 +274,32 @@ def test_a_draw_that_nothing_explains_is_named_without_a_cause() -> None:
 def test_penalties_that_forget_a_cached_prefix_are_named() -> None:
     keys = {**PENALTY, "max_tokens": 5, "lengths": (12, 6, 9), "repetition_penalty": 4.0}
     verdict = explained(scenario(**keys), scenario(**keys, reuse_tokens=4))
-    assert verdict.rule == "choices", verdict.sentence
+    assert (verdict.kind, verdict.rule) == ("configuration", "uncached-history"), verdict.sentence
+    assert "given only the tokens that mlx-lm's generate_step was fed itself" in verdict.sentence
+
+
+def test_a_batch_that_is_not_told_of_a_kept_turn_is_a_bug() -> None:
+    """mlx-lm's batches are given the tokens before, so that one which forgets them is wrong."""
+    requests = [{"id": f"r{n}", "tokens": [5 + n, 9, 2, 7], "turn": [{"tokens": [11, 12]}]} for n in range(2)]
+    asked = Scenario.from_dict(
+        {"model": "tiny", "max_tokens": 5, "repetition_penalty": 4.0, "request": requests}
+    )
+    asked = asked.with_changes(schedule="static")
+    assert explained(asked.with_changes(turns="fresh"), asked).kind == "identical"
+
+    def forget(keys: dict[str, Any]) -> None:
+        keys["all_tokens"] = [[] for _ in keys["all_tokens"]]
+
+    undo = inserting(forget)()
+    try:
+        verdict = explained(asked.with_changes(turns="fresh"), asked)
+    finally:
+        undo()
+    assert (verdict.kind, verdict.rule) == ("bug", "choices"), verdict.sentence
     assert "its processors were given no tokens that came from a cache" in verdict.sentence
 
 
-def test_a_small_penalty_that_a_turn_forgets_in_low_precision_is_the_samplers_and_not_the_caches() -> None:
+def test_a_small_penalty_that_a_turn_forgets_in_low_precision_is_mlx_lms_own_way_and_not_the_caches() -> None:
     requests = [{"id": "r0", "tokens": [5, 9, 2, 7], "turn": [{"tokens": [11, 12]}]}]
     given = {
         "model": "tiny",
@@ -285,8 +310,10 @@ def test_a_small_penalty_that_a_turn_forgets_in_low_precision_is_the_samplers_an
     }
     asked = Scenario.from_dict({**given, "request": requests})
     verdict = explain(asked.with_changes(turns="fresh"), asked, loaded=model("llama", "bf16"), repeats=1)
-    assert (verdict.kind, verdict.rule) == ("bug", "choices"), verdict.sentence
-    assert "its processors were given no tokens that came from a cache" in verdict.sentence
+    assert (verdict.kind, verdict.rule) == ("configuration", "uncached-history"), verdict.sentence
+    assert (
+        "of r0/2 in run b are given only the tokens that mlx-lm's generate_step was fed" in verdict.sentence
+    )
     whole = asked.with_changes(turns="fresh")
     of_the_cache = explain(whole, asked, loaded=model("llama", "bf16"), controls=["fresh"])
     control = of_the_cache.control("fresh")

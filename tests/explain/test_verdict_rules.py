@@ -188,6 +188,10 @@ CASES: dict[str, tuple[Callable[[], Facts], Callable[[], Facts]]] = {
         lambda: facts(chosen(), choices="shared"),
         lambda: facts(chosen(), choices="shared", repeat="differs"),
     ),
+    "uncached-history": (
+        lambda: facts(chosen(), choices="uncached"),
+        lambda: facts(chosen(), choices="uncached", repeat="differs"),
+    ),
     "sampling": (lambda: facts(chosen()), lambda: facts(diverged())),
     "quantised": (quantised, lambda: quantised(configuration="remains")),
     "cache-size": (sized, lambda: sized(cache_size="remains")),

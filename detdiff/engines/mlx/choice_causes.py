@@ -42,6 +42,8 @@ def run_choices(case: Case, side: Side, until: Mapping[str, int]) -> RunChoices:
     """Compute the draws of a side anew, as far as the tokens ``until``. Raises CannotRun."""
     drawn = RunDraws.of(case, side, until)
     given = [draw for draw in drawn.known if not drawn.was_given(draw, drawn.given(draw))]
+    uncached = _mlx_lms_way(drawn, given)
+    given = [] if uncached else given
     chosen = drawn.unlike(drawn.chosen(drawn.samplers()))
     states = {
         (drawn.work[draw.request].id, draw.index): drawn.states[draw.place]
@@ -50,7 +52,7 @@ def run_choices(case: Case, side: Side, until: Mapping[str, int]) -> RunChoices:
     }
     first = min((*given, *chosen), key=lambda draw: draw.place, default=None)
     if first is None:
-        return RunChoices(len(drawn.known), states, None)
+        return RunChoices(len(drawn.known), states, None, uncached)
     tried, causes = _processors_tried(drawn, given) if first in given else _draws_tried(drawn, chosen)
     wrong = WrongChoice(
         side,
@@ -64,6 +66,18 @@ def run_choices(case: Case, side: Side, until: Mapping[str, int]) -> RunChoices:
         tuple(dict.fromkeys(each for each in causes[1:] if each != causes[0])),
     )
     return RunChoices(len(drawn.known), states, wrong)
+
+
+def _mlx_lms_way(drawn: RunDraws, wrong: Sequence[Draw]) -> tuple[str, ...]:
+    """The requests whose processors were not given what came from a cache, where that explains every draw and the run is one of
+    ``generate_step``, which gives them what it is fed itself: mlx-lm's batches are told of the tokens before."""
+    schedule = drawn.scenario.schedule
+    if schedule.layout == "packed" or schedule.kind != "serial":
+        return ()
+    expected = partial(_of_tokens, drawn, partial(_uncached, drawn))
+    if not all(drawn.was_given(draw, expected(draw)) for draw in (*wrong[:4], *drawn.known)):
+        return ()
+    return tuple(dict.fromkeys(drawn.work[draw.request].id for draw in wrong))
 
 
 def _processors_tried(drawn: RunDraws, wrong: Sequence[Draw]) -> tuple[list[str], list[str]]:

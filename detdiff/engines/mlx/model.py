@@ -152,7 +152,7 @@ def load_weights(path: Path, *, lazy: bool = False, custom_code: bool = False) -
             f"The model {path.name!r} has code of its own: its config.json names {file.name!r} as model_file (sha256 "
             f"{hashlib.sha256(file.read_bytes()).hexdigest()[:16]}), and code that came with a model may do anything. Read it, and "
             "allow it with the engine's setting custom_code: `--both engine.custom_code=true`, in a file `engine = { name = "
-            '"mlx", custom_code = true }`, in Python `load(PATH, custom_code=True)`.'
+            '"mlx", custom_code = true }`, for `probe` --custom-code, in Python `load(PATH, custom_code=True)`.'
         )
     from mlx_lm.utils import _get_classes, load_model
 

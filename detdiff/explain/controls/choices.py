@@ -53,11 +53,13 @@ class WrongChoice:
 @dataclass(frozen=True)
 class RunChoices:
     """All draws of a run that were computed anew: how many, the random state before each that several requests draw from, by request
-    id and index (empty where none is shared), and the first wrong one."""
+    id and index (empty where none is shared), and the first wrong one. ``uncached`` are requests whose processors saw, as mlx-lm's
+    ``generate_step`` has it, no token that came from a cache."""
 
     draws: int
     states: Mapping[tuple[str, int], int]
     wrong: WrongChoice | None
+    uncached: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,8 +85,9 @@ def _drawn(facts: Facts) -> bool:
 
 @control("choices", after=None, needs=(CHOICES,), asked_by=_drawn)
 def choices(case: Case) -> Outcome:
-    """Result ``otherwise`` where a draw is not what its request asks for, ``shared`` where all are and a token that differs was
-    drawn from another state of MLX's one random state, ``as_asked`` where all are.
+    """Result ``otherwise`` where a draw is not what its request asks for, ``uncached`` where processors were not given what came from
+    a cache, which is mlx-lm's own way, ``shared`` where all are as asked and a token that differs was drawn from another state of
+    MLX's one random state, ``as_asked`` where all are.
 
     Raises CannotRun where nothing was chosen otherwise, or draws cannot be computed anew.
     """
@@ -100,6 +103,14 @@ def choices(case: Case) -> Outcome:
             draws, first.run, first.request, first.index, first.stage, first.token, cause, first.tried
         )
         return Outcome("otherwise", "; ".join(each.sentence for each in wrong), figures)
+    uncached = {side: each.uncached for side, each in found.items() if each.uncached}
+    if uncached:
+        where = " and ".join(f"of {', '.join(ids[:4])} in run {side}" for side, ids in uncached.items())
+        sentence = (
+            f"computed anew, {counted} are those that the requests ask for once the logits processors {where} are given only the tokens "
+            "that mlx-lm's generate_step was fed itself, and none that came from a cache, which is how it works"
+        )
+        return Outcome("uncached", sentence, ChoiceFigures(draws))
     if any(_other_state(request, found) for request in case.divergence.requests):
         sentence = (
             f"computed anew, {counted} are those that the requests ask for, taken in the order of each run from MLX's one random state, "
