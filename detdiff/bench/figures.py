@@ -1,4 +1,4 @@
-"""RunFigures of timed runs, and the JSON of a measurement in the key names of ``vllm bench serve --save-result``.
+"""Figures of policies over rounds, and the JSON of a measurement in the key names of ``vllm bench serve --save-result``.
 
 The keys are those of vllm/benchmarks/serve.py (vLLM 0.20), so that notebooks that read its files read these.
 """
@@ -6,90 +6,27 @@ The keys are those of vllm/benchmarks/serve.py (vLLM 0.20), so that notebooks th
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from statistics import median
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
-from .measure import Measurement, PolicyResult, TimedRun
+from .measure import Measurement, PolicyResult
+from .runs import Goodput, Spread, TimedRun
 
 SCHEMA = "detdiff.bench/1"
 
 
-@dataclass(frozen=True)
-class Goodput:
-    """Limits in milliseconds; a request is good where it keeps all that are given."""
-
-    ttft: float | None = None
-    tpot: float | None = None
-    e2el: float | None = None
-
-
-@dataclass(frozen=True)
-class RunFigures:
-    """Of one run. Times in milliseconds, by request (``itl`` by token): to the first token, between tokens after it, whole."""
-
-    tokens: int
-    seconds: float
-    ttft: tuple[float, ...]
-    tpot: tuple[float, ...]
-    itl: tuple[float, ...]
-    e2el: tuple[float, ...]
-
-    @classmethod
-    def of(cls, run: TimedRun) -> RunFigures:
-        """Requests without a token are left out."""
-        pairs = [(came, each) for came, each in zip(run.came, run.tokens, strict=True) if each]
-        return cls(
-            sum(map(len, run.tokens)),
-            run.seconds,
-            tuple((each[0] - came) * 1000 for came, each in pairs),
-            tuple((each[-1] - each[0]) / (len(each) - 1) * 1000 for _, each in pairs if len(each) > 1),
-            tuple(float(gap) * 1000 for _, each in pairs for gap in np.diff(each)),
-            tuple((each[-1] - came) * 1000 for came, each in pairs),
-        )
-
-    @property
-    def throughput(self) -> float:
-        """Tokens a second."""
-        return self.tokens / self.seconds
-
-    def good(self, limits: Goodput) -> float:
-        """Requests a second that keep the limits."""
-        keeps = np.ones(len(self.e2el), bool)
-        for name in ("ttft", "e2el"):
-            limit = getattr(limits, name)
-            if limit is not None:
-                keeps &= np.array(getattr(self, name)) <= limit
-        if limits.tpot is not None and len(self.tpot) == len(keeps):
-            keeps &= np.array(self.tpot) <= limits.tpot
-        return float(keeps.sum()) / self.seconds
-
-
-@dataclass(frozen=True)
-class Spread:
-    """The median over rounds, and the least and largest."""
-
-    median: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
-        return cls(median(values), min(values), max(values))
-
-
 def throughput(result: PolicyResult) -> Spread | None:
     """Tokens a second over rounds; None where nothing was measured."""
-    values = [RunFigures.of(run).throughput for run in result.runs]
+    values = [run.figures.throughput for run in result.runs]
     return Spread.of(values) if values else None
 
 
 def factor(result: PolicyResult, baseline: PolicyResult) -> Spread | None:
     """Throughput over that of ``baseline`` in the same round."""
     pairs = zip(result.runs, baseline.runs, strict=False)
-    values = [RunFigures.of(a).throughput / RunFigures.of(b).throughput for a, b in pairs]
+    values = [a.figures.throughput / b.figures.throughput for a, b in pairs]
     return Spread.of(values) if values else None
 
 
@@ -100,9 +37,9 @@ def vllm_json(
     percentiles: Sequence[int] = (99,),
 ) -> dict[str, Any]:
     """One policy as vLLM writes a result; the round with the median throughput, so that its lists belong together."""
-    ranked = sorted(result.runs, key=lambda run: RunFigures.of(run).throughput)
+    ranked = sorted(result.runs, key=lambda run: run.figures.throughput)
     run = ranked[len(ranked) // 2]
-    figures = RunFigures.of(run)
+    figures = run.figures
     items = measured.workload.items
     scenario = result.policy.scenario
     input_tokens = sum(item.prompt_length for item in items)

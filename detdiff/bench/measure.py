@@ -20,20 +20,12 @@ from detdiff.scenario import Scenario
 
 from .counts import CacheMemory, Counts, cache_memory, kernel_paths, recorded
 from .policies import Policy
+from .runs import TimedRun
 from .simulate import simulate
 from .workload import Workload
 
 Progress = Callable[[str, int, int], None]
 """``progress(what, done, of)``."""
-
-
-@dataclass
-class TimedRun:
-    """One run: ``seconds`` in all, and for each request when it came and when each of its tokens did, in seconds from the start."""
-
-    seconds: float
-    came: list[float]
-    tokens: list[list[float]]
 
 
 @dataclass
@@ -49,6 +41,10 @@ class PolicyResult:
     simulated: bool | None = None
     why: str = ""
     texts: list[str] = field(default_factory=list)
+
+    def pooled(self, name: str) -> list[float]:
+        """The milliseconds of ``ttft``, ``tpot``, ``itl`` or ``e2el`` of all rounds."""
+        return [x for run in self.runs for x in getattr(run.figures, name)]
 
     @property
     def flips(self) -> int:

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from detdiff.bench.counts import Counts, cache_memory
-from detdiff.bench.figures import Goodput, bench_json
+from detdiff.bench.figures import bench_json
 from detdiff.bench.measure import Measurement, PolicyResult, Progress, answers, measure
 from detdiff.bench.policies import DEFAULT, policies
+from detdiff.bench.runs import Goodput
 from detdiff.bench.simulate import simulate
 from detdiff.bench.workload import Lengths, Workload, drawn, read
 from detdiff.compare import series

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Final
+from collections.abc import Mapping
 
 import numpy as np
 
-from detdiff.bench.figures import RunFigures, Spread, factor, throughput
+from detdiff.bench.figures import factor, throughput
 from detdiff.bench.measure import Measurement, PolicyResult
+from detdiff.bench.runs import Spread
 
+from .bench_pictures import flips_svg, latency_svg, throughput_svg
 from .document import Block, Item, Prose, Table
-from .svg import Canvas, LinearScale, Log, coordinate, fitted, log_range, mark
 from .text import plain
 from .words import count, escaped
-
-_LEFT, _WIDTH, _HEIGHT = 64, 620, 190
-_SERIES: Final = ("dd-r0", "dd-r1", "dd-r2", "dd-r3", "dd-r4", "dd-rx")
 
 
 def bench_text(measured: Measurement, *, width: int = 100) -> str:
@@ -131,8 +128,7 @@ def _spread(found: Spread | None, form: str = ".1f") -> str:
 
 
 def _measured_row(result: PolicyResult, baseline: PolicyResult) -> tuple[str, ...]:
-    runs = [RunFigures.of(run) for run in result.runs]
-    pooled = {name: [x for each in runs for x in getattr(each, name)] for name in ("ttft", "tpot", "itl")}
+    pooled = {name: result.pooled(name) for name in ("ttft", "tpot", "itl")}
     return (
         escaped(result.policy.name),
         result.sameness,
@@ -162,106 +158,3 @@ def _memory_row(result: PolicyResult) -> tuple[str, ...]:
     memory = result.memory
     assert memory is not None
     return escaped(result.policy.name), f"{memory.held:,}", f"{memory.contiguous:,}", f"{memory.paged:,}"
-
-
-def _points(measured: Measurement) -> list[tuple[PolicyResult, Spread]]:
-    return [(result, spread) for result in measured.results if (spread := throughput(result)) is not None]
-
-
-def _series(number: int) -> str:
-    """The class of a policy's marks, the same in all pictures; those beyond the colours share the last."""
-    return _SERIES[min(number, len(_SERIES) - 1)]
-
-
-def _dot(x: float, y: float) -> str:
-    return f"M{coordinate(x - 4)} {coordinate(y)}a4 4 0 1 0 8 0a4 4 0 1 0-8 0z"
-
-
-def throughput_svg(measured: Measurement) -> str:
-    """Tokens a second of each policy, by how many requests it lets run at a time; a line from the least round to the largest."""
-    points = _points(measured)
-    if not points:
-        return ""
-    canvas = Canvas()
-    top = 20.0
-    floor = top + _HEIGHT
-    scale = LinearScale(0, 1.05 * max(spread.high for _, spread in points), floor, top)
-    canvas.levels(scale, (_LEFT, _WIDTH - 16), scale.ticks(6))
-    levels = sorted({result.policy.at_once for result, _ in points})
-    step = (_WIDTH - _LEFT - 32) / len(levels)
-    items = []
-    for number, (result, spread) in enumerate(points):
-        cls = _series(number)
-        same = [r for r, _ in points if r.policy.at_once == result.policy.at_once]
-        x = _LEFT + step * (levels.index(result.policy.at_once) + (same.index(result) + 1) / (len(same) + 1))
-        canvas.line(x, scale(spread.low), x, scale(spread.high), cls)
-        canvas.path(_dot(x, scale(spread.median)), cls)
-        items.append(((mark(_dot, cls),), f"{escaped(result.policy.name)}: {result.sameness}"))
-    for place, level in enumerate(levels):
-        canvas.text(_LEFT + step * (place + 0.5), floor + 18, f"{level:,}", "dd-t", "middle")
-    canvas.text(_LEFT, floor + 36, "requests at once; tokens/s", "dd-t2")
-    height = canvas.legend(8, floor + 44, _WIDTH - 16, items) + 6
-    said = "; ".join(f"{r.policy.name}: {s.median:.1f} tokens/s, {r.sameness}" for r, s in points)
-    return canvas.svg("dd-throughput", "Throughput against requests at once", said, (_WIDTH, height), False)
-
-
-def latency_svg(measured: Measurement) -> str:
-    """Medians and 99th percentiles of the times to the first token, between tokens, and per token, of each policy."""
-    results = [result for result in measured.results if result.runs]
-    if not results:
-        return ""
-    names = (("ttft", "to the first token"), ("tpot", "per token after it"), ("itl", "between two tokens"))
-    found: list[tuple[PolicyResult, list[tuple[float, float]]]] = []
-    for result in results:
-        runs = [RunFigures.of(run) for run in result.runs]
-        pairs = []
-        for name, _ in names:
-            values = [x for each in runs for x in getattr(each, name)] or [0.0]
-            pairs.append((float(np.median(values)), float(np.percentile(values, 99))))
-        found.append((result, pairs))
-    canvas = Canvas()
-    top = 20.0
-    floor = top + _HEIGHT
-    low, high = log_range([x for _, pairs in found for pair in pairs for x in pair])
-    scale = Log(low, high, floor - 14, top, floor)
-    canvas.levels(scale, (_LEFT, _WIDTH - 16), scale.ticks(6))
-    step = (_WIDTH - _LEFT - 32) / len(names)
-    for place, (_, words) in enumerate(names):
-        for number, (_, pairs) in enumerate(found):
-            cls = _series(number)
-            x = _LEFT + step * (place + (number + 1) / (len(found) + 1))
-            half, most = pairs[place]
-            canvas.line(x, scale(half), x, scale(most), cls)
-            canvas.path(_dot(x, scale(half)), cls)
-        canvas.text(_LEFT + step * (place + 0.5), floor + 18, words, "dd-t", "middle")
-    canvas.text(_LEFT, floor + 36, "milliseconds: the median, and up to the 99th percentile", "dd-t2")
-    items = [((mark(_dot, _series(n)),), escaped(result.policy.name)) for n, (result, _) in enumerate(found)]
-    height = canvas.legend(8, floor + 44, _WIDTH - 16, items) + 6
-    said = "; ".join(f"{r.policy.name}: {pairs[0][0]:.1f} ms to the first token" for r, pairs in found)
-    return canvas.svg("dd-latency", "Latency by policy", said, (_WIDTH, height), False)
-
-
-def flips_svg(measured: Measurement) -> str:
-    """One point a policy: tokens a second against how many of its answers flip beside serial's."""
-    points = _points(measured)
-    if not points:
-        return ""
-    canvas = Canvas()
-    top = 20.0
-    floor = top + _HEIGHT
-    scale = LinearScale(0, 1.05 * max(spread.high for _, spread in points), floor, top)
-    most = max(1, max(result.flips for result, _ in points))
-    across = LinearScale(0, most, _LEFT + 24, _WIDTH - 160)
-    canvas.levels(scale, (_LEFT, _WIDTH - 16), scale.ticks(6))
-    canvas.axis(
-        across, (_LEFT, _WIDTH - 16), floor, 60, f"answers that flip, of {len(measured.workload):,}; tokens/s"
-    )
-    places: Sequence[tuple[float, float, str]] = [
-        (across(result.flips), scale(spread.median), result.policy.name) for result, spread in points
-    ]
-    for number, (x, y, name) in enumerate(places):
-        cls = _series(number)
-        canvas.path(_dot(x, y), cls)
-        canvas.text(x + 8, y + 4, fitted(escaped(name), _WIDTH - x - 24), "dd-t", halo=True)
-    said = "; ".join(f"{r.policy.name}: {s.median:.1f} tokens/s, {r.sameness}" for r, s in points)
-    return canvas.svg("dd-flips", "Throughput against flips", said, (_WIDTH, floor + 44), False)

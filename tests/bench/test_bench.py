@@ -14,9 +14,10 @@ from tiers import examples
 
 from detdiff.bench import measure as measuring
 from detdiff.bench.counts import Counts, cache_memory, recorded
-from detdiff.bench.figures import Goodput, RunFigures, vllm_json
-from detdiff.bench.measure import Measurement, PolicyResult, TimedRun
+from detdiff.bench.figures import vllm_json
+from detdiff.bench.measure import Measurement, PolicyResult
 from detdiff.bench.policies import policies
+from detdiff.bench.runs import Goodput, TimedRun
 from detdiff.bench.simulate import packed, padded_batches, simulate, work_of
 from detdiff.bench.workload import Lengths, WorkItem, Workload, drawn, read
 from detdiff.cli import main
@@ -138,7 +139,7 @@ def test_the_cache_holds_more_requests_in_pages() -> None:
 
 def test_figures_are_those_of_the_times() -> None:
     run = TimedRun(4.0, [0.0, 1.0], [[0.5, 0.6, 0.8], [1.25]])
-    found = RunFigures.of(run)
+    found = run.figures
     assert found.throughput == 1.0
     assert found.ttft == (500.0, 250.0) and found.e2el == (800.0, 250.0)
     assert found.tpot == (pytest.approx(150.0),) and found.itl == (pytest.approx(100.0), pytest.approx(200.0))

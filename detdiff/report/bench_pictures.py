@@ -1,0 +1,130 @@
+"""Pictures of a measurement of policies: throughput against requests at once, latency, and throughput against flips."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+import numpy as np
+
+from detdiff.bench.figures import throughput
+from detdiff.bench.measure import Measurement, PolicyResult
+from detdiff.bench.runs import Spread
+
+from .svg import Canvas, LinearScale, Log, Symbol, coordinate, fitted, log_range, mark
+from .words import escaped
+
+_LEFT, _WIDTH, _TOP, _HEIGHT = 64, 620, 20.0, 190
+_ENDS: Final = (_LEFT, _WIDTH - 16)
+_FLOOR: Final = _TOP + _HEIGHT
+_SERIES: Final = ("dd-r0", "dd-r1", "dd-r2", "dd-r3", "dd-r4", "dd-rx")
+
+
+class _Frame:
+    """A picture with values upwards and, where there are ``columns``, a place for each along the floor."""
+
+    def __init__(self, scale: LinearScale | Log, columns: Sequence[str] = ()) -> None:
+        self.canvas, self.scale = Canvas(), scale
+        self.canvas.levels(scale, _ENDS, scale.ticks(6))
+        self._step = (_WIDTH - _LEFT - 32) / max(1, len(columns))
+        for place, words in enumerate(columns):
+            self.canvas.text(self.across(place, 0.5), _FLOOR + 18, words, "dd-t", "middle")
+
+    def across(self, column: int, share: float) -> float:
+        """The x at a share of a column's width."""
+        return _LEFT + self._step * (column + share)
+
+    def point(self, x: float, low: float, middle: float, high: float, number: int) -> None:
+        """A policy's dot on a line from the least to the largest."""
+        self.canvas.line(x, self.scale(low), x, self.scale(high), series(number))
+        self.canvas.path(_dot(x, self.scale(middle)), series(number))
+
+    def drawn(self, name: str, title: str, said: str, what: str, legend: Iterable[tuple[int, str]]) -> str:
+        """The picture with ``what`` its axes are, and a legend by policies' numbers."""
+        self.canvas.text(_LEFT, _FLOOR + 36, what, "dd-t2")
+        items: list[tuple[Sequence[Symbol], str]] = [
+            ((mark(_dot, series(number)),), escaped(words)) for number, words in legend
+        ]
+        height = self.canvas.legend(8, _FLOOR + 44, _WIDTH - 16, items) + 6
+        return self.canvas.svg(f"dd-{name}", title, said, (_WIDTH, height), False)
+
+
+def series(number: int) -> str:
+    """The class of a policy's marks, the same in all pictures; those beyond the colours share the last."""
+    return _SERIES[min(number, len(_SERIES) - 1)]
+
+
+def _dot(x: float, y: float) -> str:
+    return f"M{coordinate(x - 4)} {coordinate(y)}a4 4 0 1 0 8 0a4 4 0 1 0-8 0z"
+
+
+def _points(measured: Measurement) -> list[tuple[PolicyResult, Spread]]:
+    return [(result, spread) for result in measured.results if (spread := throughput(result)) is not None]
+
+
+def _said(points: Iterable[tuple[PolicyResult, Spread]]) -> str:
+    return "; ".join(f"{r.policy.name}: {s.median:.1f} tokens/s, {r.sameness}" for r, s in points)
+
+
+def _from_zero(points: Iterable[tuple[PolicyResult, Spread]]) -> LinearScale:
+    return LinearScale(0, 1.05 * max(spread.high for _, spread in points), _FLOOR, _TOP)
+
+
+def throughput_svg(measured: Measurement) -> str:
+    """Tokens a second of each policy, by how many requests it lets run at a time; a line from the least round to the largest."""
+    points = _points(measured)
+    if not points:
+        return ""
+    levels = sorted({result.policy.at_once for result, _ in points})
+    frame = _Frame(_from_zero(points), [f"{level:,}" for level in levels])
+    for number, (result, spread) in enumerate(points):
+        same = [r for r, _ in points if r.policy.at_once == result.policy.at_once]
+        share = (same.index(result) + 1) / (len(same) + 1)
+        x = frame.across(levels.index(result.policy.at_once), share)
+        frame.point(x, spread.low, spread.median, spread.high, number)
+    legend = [(number, f"{r.policy.name}: {r.sameness}") for number, (r, _) in enumerate(points)]
+    title = "Throughput against requests at once"
+    return frame.drawn("throughput", title, _said(points), "requests at once; tokens/s", legend)
+
+
+def latency_svg(measured: Measurement) -> str:
+    """Medians and 99th percentiles of the times to the first token, between tokens, and per token, of each policy."""
+    names = (("ttft", "to the first token"), ("tpot", "per token after it"), ("itl", "between two tokens"))
+    found: list[tuple[PolicyResult, list[tuple[float, float]]]] = []
+    for result in measured.results:
+        pairs = []
+        for name, _ in names:
+            values = result.pooled(name) or [0.0]
+            pairs.append((float(np.median(values)), float(np.percentile(values, 99))))
+        found += [(result, pairs)] if result.runs else []
+    if not found:
+        return ""
+    low, high = log_range([x for _, pairs in found for pair in pairs for x in pair])
+    frame = _Frame(Log(low, high, _FLOOR - 14, _TOP, _FLOOR), [words for _, words in names])
+    for place in range(len(names)):
+        for number, (_, pairs) in enumerate(found):
+            half, most = pairs[place]
+            frame.point(frame.across(place, (number + 1) / (len(found) + 1)), half, half, most, number)
+    said = "; ".join(f"{r.policy.name}: {pairs[0][0]:.1f} ms to the first token" for r, pairs in found)
+    legend = [(number, r.policy.name) for number, (r, _) in enumerate(found)]
+    what = "milliseconds: the median, and up to the 99th percentile"
+    return frame.drawn("latency", "Latency by policy", said, what, legend)
+
+
+def flips_svg(measured: Measurement) -> str:
+    """One point a policy: tokens a second against how many of its answers flip beside serial's."""
+    points = _points(measured)
+    if not points:
+        return ""
+    frame = _Frame(_from_zero(points))
+    across = LinearScale(0, max(1, max(result.flips for result, _ in points)), _LEFT + 24, _WIDTH - 160)
+    words = f"answers that flip, of {len(measured.workload):,}; tokens/s"
+    frame.canvas.axis(across, _ENDS, _FLOOR, 60, words)
+    for number, (result, spread) in enumerate(points):
+        x, y = across(result.flips), frame.scale(spread.median)
+        frame.point(x, spread.median, spread.median, spread.median, number)
+        name = fitted(escaped(result.policy.name), _WIDTH - x - 24)
+        frame.canvas.text(x + 8, y + 4, name, "dd-t", halo=True)
+    return frame.canvas.svg(
+        "dd-flips", "Throughput against flips", _said(points), (_WIDTH, _FLOOR + 44), False
+    )
