@@ -725,23 +725,17 @@ def serve(
     "--requests",
     metavar="N",
     type=click.IntRange(1),
-    default=32,
-    show_default=True,
-    help="How many are drawn.",
+    help="How many are drawn. Default: 32, and with --find-split 16, the most at once.",
 )
 @click.option(
     "--prompt-lengths",
     metavar="LENGTHS",
-    default="exponential:32",
-    show_default=True,
-    help="fixed:N, uniform:A-B or exponential:MEAN.",
+    help="fixed:N, uniform:A-B or exponential:MEAN. Default: exponential:32, and with --find-split 8.",
 )
 @click.option(
     "--answer-lengths",
     metavar="LENGTHS",
-    default="exponential:16",
-    show_default=True,
-    help="The same for answers.",
+    help="The same for answers. Default: exponential:16, and with --find-split 16.",
 )
 @click.option(
     "--arrivals",
@@ -756,6 +750,11 @@ def serve(
 )
 @click.option(
     "--simulate", is_flag=True, help="Only count: forwards, padding and memory, from lengths alone."
+)
+@click.option(
+    "--find-split",
+    is_flag=True,
+    help="Instead of policies: from how many requests at once one batch is faster than its rows split.",
 )
 @click.option(
     "--page",
@@ -791,8 +790,9 @@ def bench(imports: tuple[str, ...], as_json: bool, changes: tuple[str, ...], **o
     Example: detdiff bench --model builtin --policy static:8 --policy continuous:8 -o measured
     """
     from detdiff.bench.figures import bench_json
-    from detdiff.commands.bench import BenchArguments, measured, written
+    from detdiff.commands.bench import BenchArguments, measured, split_measured, written
     from detdiff.report.bench import bench_text
+    from detdiff.report.split import split_json, split_text
 
     _import(imports)
     asked = BenchArguments(changes=_words(changes), **options)
@@ -802,9 +802,17 @@ def bench(imports: tuple[str, ...], as_json: bool, changes: tuple[str, ...], **o
         if shown:
             click.echo(f"\r{done} of {of}: {what}\033[K", nl=False, err=True)
 
+    def done() -> None:
+        if shown:
+            click.echo("\r\033[K", nl=False, err=True)
+
+    if asked.find_split:
+        search = split_measured(asked, progress)
+        done()
+        _answer(as_json, lambda: split_json(search), lambda: split_text(search, width=_width()))
+        return
     found = measured(asked, progress)
-    if shown:
-        click.echo("\r\033[K", nl=False, err=True)
+    done()
     written(found, asked)
     _answer(as_json, lambda: bench_json(found), lambda: bench_text(found, width=_width()))
 

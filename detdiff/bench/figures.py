@@ -113,8 +113,8 @@ def bench_json(measured: Measurement, goodput: Goodput | None = None) -> dict[st
             "not_simulated": result.why or None,
             "cache": None if result.memory is None else asdict(result.memory),
             "rounds": len(result.runs),
-            "throughput": _spread(throughput(result)),
-            "factor": _spread(factor(result, baseline)),
+            "throughput": spread_json(throughput(result)),
+            "factor": spread_json(factor(result, baseline)),
             "divergence": None if result.divergence is None else _divergence(result),
         }
         measurement = vllm_json(result, measured, goodput) if result.runs else {"label": result.policy.name}
@@ -128,7 +128,8 @@ def bench_json(measured: Measurement, goodput: Goodput | None = None) -> dict[st
     }
 
 
-def _spread(found: Spread | None) -> dict[str, float] | None:
+def spread_json(found: Spread | None) -> dict[str, float] | None:
+    """``median``, ``low`` and ``high``."""
     return None if found is None else asdict(found)
 
 

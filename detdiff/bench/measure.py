@@ -85,6 +85,7 @@ def timed(engine: Engine, scenario: Scenario) -> TimedRun:
             "server."
         )
     tokens: list[list[float]] = [[] for _ in scenario.requests]
+    said: list[list[int]] = [[] for _ in scenario.requests]
     started = time.perf_counter()
 
     def on_start() -> None:
@@ -93,10 +94,11 @@ def timed(engine: Engine, scenario: Scenario) -> TimedRun:
 
     def on_token(request: int, token: int) -> None:
         tokens[request].append(time.perf_counter() - started)
+        said[request].append(token)
 
     came = run(scenario, on_start, on_token)
     seconds = time.perf_counter() - started
-    return TimedRun(seconds, [0.0 if each is None else each - started for each in came], tokens)
+    return TimedRun(seconds, [0.0 if each is None else each - started for each in came], tokens, said)
 
 
 def _served(engine: Engine, scenario: Scenario) -> TimedRun:

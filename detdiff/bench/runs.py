@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import median
 
@@ -12,11 +12,13 @@ import numpy as np
 
 @dataclass
 class TimedRun:
-    """One run: ``seconds`` in all, and for each request when it came and when each of its tokens did, in seconds from the start."""
+    """One run: ``seconds`` in all, and for each request when it came and when each of its tokens did, in seconds from the start.
+    ``answers`` are the tokens themselves, where the engine says them by id."""
 
     seconds: float
     came: list[float]
     tokens: list[list[float]]
+    answers: list[list[int]] = field(default_factory=list)
 
     @cached_property
     def figures(self) -> RunFigures:

@@ -96,10 +96,10 @@ def packed(scenario: Scenario, work: Sequence[Work]) -> Iterator[ForwardShape]:
 def _in_graphs(scenario: Scenario, work: Sequence[Work]) -> list[ForwardShape]:
     """llama.cpp's batches as the graphs that it computes.
 
-    Where each sequence has a cache of its own, ``llama_batch_allocr::split_equal`` takes as many rows of each that still has some, of
+    A batch of at most ``split_rows`` rows is a graph for each of them. Where each sequence has a cache of its own, ``llama_batch_allocr::split_equal`` takes as many rows of each that still has some, of
     sequences whose numbers follow each other; else rows are taken in their order. Never more than ``ubatch``.
     """
-    most = int(scenario.engine_settings.get("ubatch", 512))
+    most, split = int(scenario.engine_settings.get("ubatch", 512)), scenario.kernels.split_rows or 0
     equal = not scenario.engine_settings.get("unified", False)
     # The sequence that was free longest is taken next, as the engine does it.
     free, of = list(range(len(work))), dict[int, int]()
@@ -110,9 +110,12 @@ def _in_graphs(scenario: Scenario, work: Sequence[Work]) -> list[ForwardShape]:
                 of[request] = free.pop(0)
         left = dict(batch.rows)
         held = {request: count - batch.rows.get(request, 0) for request, count in batch.holding.items()}
+        apart = sum(left.values()) <= split
         while left:
             part: dict[int, int] = {}
-            if equal:
+            if apart:
+                part = {next(iter(left)): 1}
+            elif equal:
                 last = -1
                 for request in left:
                     if len(part) < most and (not part or of[request] == last + 1):

@@ -16,6 +16,7 @@ import numpy as np
 
 from detdiff.errors import WorkloadUnusable
 
+AT_ONCE: Final = "at-once"
 DISTRIBUTIONS: Final = ("fixed", "uniform", "exponential")
 _LENGTHS = re.compile(r"(fixed|uniform|exponential):(\d+)(?:-(\d+))?")
 _ARRIVALS = re.compile(r"(poisson|gamma):(\d+(?:\.\d+)?)(?::(\d+(?:\.\d+)?))?")
@@ -56,6 +57,10 @@ class Lengths:
             )
         return a, b
 
+    def __str__(self) -> str:
+        plain = self.b == (8 * self.a if self.kind == "exponential" else self.a)
+        return f"{self.kind}:{self.a}" if plain else f"{self.kind}:{self.a}-{self.b}"
+
     def draw(self, random: np.random.Generator, count: int) -> list[int]:
         """``count`` lengths."""
         if self.kind == "uniform":
@@ -87,9 +92,7 @@ class Workload:
         return len(self.items)
 
 
-def drawn(
-    count: int, prompts: Lengths, answers: Lengths, arrivals: str = "at-once", seed: int = 0
-) -> Workload:
+def drawn(count: int, prompts: Lengths, answers: Lengths, arrivals: str = AT_ONCE, seed: int = 0) -> Workload:
     """``count`` requests; the same seed gives the same. ``arrivals`` is ``at-once``, ``poisson:RATE`` or
     ``gamma:RATE:BURSTINESS`` (1 is Poisson, below it burstier), in requests a unit of the engine's clock: a forward, or a second of a server's.
 
@@ -104,12 +107,12 @@ def drawn(
         _arrivals(arrivals, random, count),
         strict=True,
     )
-    words = f"{prompts.kind} prompts, {answers.kind} answers, arrivals {arrivals}, seed {seed}"
+    words = f"prompts {prompts}, answers {answers} tokens, arrivals {arrivals}, seed {seed}"
     return Workload(tuple(WorkItem(*item) for item in items), f"{count} requests drawn: {words}")
 
 
 def _arrivals(text: str, random: np.random.Generator, count: int) -> Sequence[float]:
-    if text == "at-once":
+    if text == AT_ONCE:
         return [0.0] * count
     found = _ARRIVALS.fullmatch(text)
     rate = float(found[2]) if found is not None else 0.0

@@ -18,7 +18,8 @@ from detdiff.bench.measure import Measurement, PolicyResult, Progress, answers, 
 from detdiff.bench.policies import DEFAULT, policies
 from detdiff.bench.runs import Goodput
 from detdiff.bench.simulate import simulate
-from detdiff.bench.workload import Lengths, Workload, drawn, read
+from detdiff.bench.split import LEVELS, SplitSearch, find_split, split_levels
+from detdiff.bench.workload import AT_ONCE, Lengths, Workload, drawn, read
 from detdiff.compare import series
 from detdiff.engines.base import Engine, chip
 from detdiff.engines.registry import open_engine
@@ -26,6 +27,7 @@ from detdiff.errors import CommandError, PolicyUnusable
 from detdiff.report.bench import bench_html
 from detdiff.report.build import build
 from detdiff.report.html import write_html
+from detdiff.report.split import split_html, split_json
 from detdiff.scenario import Request, Scenario, parse_flags
 from detdiff.trace import Trace
 
@@ -39,9 +41,9 @@ class BenchArguments:
     engine: str | None
     changes: str
     policies: tuple[str, ...]
-    requests: int
-    prompt_lengths: str
-    answer_lengths: str
+    requests: int | None
+    prompt_lengths: str | None
+    answer_lengths: str | None
     arrivals: str
     workload: Path | None
     seed: int
@@ -51,6 +53,7 @@ class BenchArguments:
     budget: int | None
     goodput: tuple[str, ...]
     folder: Path | None
+    find_split: bool = False
 
 
 def measured(asked: BenchArguments, progress: Progress | None = None) -> Measurement:
@@ -58,22 +61,13 @@ def measured(asked: BenchArguments, progress: Progress | None = None) -> Measure
 
     Raises CommandError for options that contradict one another, WorkloadUnusable, PolicyUnusable, and what running raises.
     """
-    if (asked.scenario is None) == (asked.model is None):
-        raise CommandError("One of the two says what is measured: a SCENARIO file, or --model. Give either.")
-    _goodput(asked.goodput)
+    _check(asked)
     base = _base(asked)
     engine = None if asked.simulate else open_engine(base)
     workload = _workload(asked, engine)
     scenario = _loaded(base, workload, engine, asked.seed)
     found = [PolicyResult(policy) for policy in policies(scenario, asked.policies or DEFAULT)]
-    environment: dict[str, Any] = {
-        "date": datetime.now().strftime("%Y%m%d-%H%M%S"),
-        "chip": chip(),
-        "cores": os.cpu_count(),
-        "load": os.getloadavg()[0],
-        "load_after": os.getloadavg()[0],
-        **({} if engine is None else {"engine": engine.environment()}),
-    }
+    environment = _environment(engine)
     result = Measurement(workload, found, 0 if asked.simulate else asked.rounds, environment)
     if engine is None:
         _simulate(asked, found, workload)
@@ -89,6 +83,59 @@ def measured(asked: BenchArguments, progress: Progress | None = None) -> Measure
             raise
     environment["load_after"] = os.getloadavg()[0]
     return result
+
+
+def split_measured(asked: BenchArguments, progress: Progress | None = None) -> SplitSearch:
+    """From how many requests at once one batch pays; an interrupted search keeps its rounds. Raises what `measured` does."""
+    _check(asked)
+    base = _base(asked)
+    engine = open_engine(base)
+    workload = _workload(replace(asked, requests=asked.requests or LEVELS[-1]), engine)
+    scenario = _loaded(base, workload, engine, asked.seed)
+    found = SplitSearch(
+        split_levels(scenario, engine, len(workload)), asked.rounds, workload.source, _environment(engine)
+    )
+    found.environment["reference"] = base.kernels.profile is not None
+    try:
+        find_split(engine, found, asked.seed, progress)
+    except KeyboardInterrupt:
+        if not any(level.whole.runs for level in found.levels):
+            raise
+    found.environment["load_after"] = os.getloadavg()[0]
+    if asked.folder is not None:
+        asked.folder.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(split_json(found), indent=1, allow_nan=False)
+        (asked.folder / "split.json").write_text(text + "\n", encoding="utf-8")
+        (asked.folder / "split.html").write_text(split_html(found), encoding="utf-8")
+    return found
+
+
+def _environment(engine: Engine | None) -> dict[str, Any]:
+    return {
+        "date": datetime.now().strftime("%Y%m%d-%H%M%S"),
+        "chip": chip(),
+        "cores": os.cpu_count(),
+        "load": os.getloadavg()[0],
+        "load_after": os.getloadavg()[0],
+        **({} if engine is None else {"engine": engine.environment()}),
+    }
+
+
+def _check(asked: BenchArguments) -> None:
+    if (asked.scenario is None) == (asked.model is None):
+        raise CommandError("One of the two says what is measured: a SCENARIO file, or --model. Give either.")
+    _goodput(asked.goodput)
+    beside = {
+        "--policy": asked.policies,
+        "--simulate": asked.simulate,
+        "--arrivals": asked.arrivals != AT_ONCE,
+        "--goodput": asked.goodput,
+    }
+    wrong = [name for name, given in beside.items() if given]
+    if asked.find_split and wrong:
+        raise CommandError(
+            f"{wrong[0]} says nothing to --find-split, which compares one batch of requests at once with its rows split. Leave one of the two out."
+        )
 
 
 def written(found: Measurement, asked: BenchArguments) -> Path | None:
@@ -148,8 +195,13 @@ def _workload(asked: BenchArguments, engine: Engine | None) -> Workload:
     if asked.workload is not None:
         encode = None if engine is None else lambda text: engine.encode(text, False)
         return read(asked.workload, encode)
-    prompts, lengths = Lengths.parse(asked.prompt_lengths), Lengths.parse(asked.answer_lengths)
-    return drawn(asked.requests, prompts, lengths, asked.arrivals, asked.seed)
+    # Requests of one length stay together from first to last.
+    plain = ("8", "16") if asked.find_split else ("exponential:32", "exponential:16")
+    prompts, lengths = (
+        Lengths.parse(given or usual)
+        for given, usual in zip((asked.prompt_lengths, asked.answer_lengths), plain, strict=True)
+    )
+    return drawn(asked.requests or 32, prompts, lengths, asked.arrivals, asked.seed)
 
 
 def _loaded(base: Scenario, workload: Workload, engine: Engine | None, seed: int) -> Scenario:

@@ -9,12 +9,12 @@ import os
 import platform
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Final, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,6 +51,7 @@ PACKED: Final = "packed"
 SPECULATION: Final = "speculation"
 CACHE_SETTINGS: Final = "cache_settings"
 KERNEL_PLAN: Final = "kernel_plan"
+SPLIT_ROWS: Final = "split_rows"
 SAMPLING: Final = "sampling"
 SERIAL: Final = "serial"
 STATIC: Final = "static"
@@ -77,6 +78,9 @@ TRACE_CAPABILITIES: Final = (
 )
 """The keys of a trace header's ``lacks``."""
 
+if TYPE_CHECKING:
+    from detdiff.probe.measures import RowCosts
+
 Progress = Callable[[int, int], None]  # tokens generated so far, tokens at most
 Begin = Callable[[Mapping[str, Any]], TraceWriter]
 
@@ -93,6 +97,14 @@ class RunsUnrecorded(Protocol):
     ) -> Sequence[float | None]:
         """Run all requests as ``run`` does, without recording; ``on_start`` is called when all is prepared. When each came, by
         time.perf_counter(); None: at the start."""
+
+
+@runtime_checkable
+class CostsRows(Protocol):
+    """What an engine has that can tell what a call of M rows costs."""
+
+    def row_costs(self, scenario: Scenario, rows: Sequence[int]) -> Sequence[RowCosts]:
+        """Times of every M of ``rows``, which start with 1, under the scenario's kernel profile; ``split_rows`` is left out."""
 
 
 @dataclass(frozen=True)
@@ -441,14 +453,15 @@ def refuse_untold(scenario: Scenario, names: Sequence[str], why: str) -> None:
     """Raises EngineRefuses for the first of ``names`` that ``scenario`` asks for, or for later turns of a request and ``cancel``,
     which mlx alone runs; ``why`` goes on after the word engine.
 
-    Names are "layout packed", "prefill_chunk", "kernels", "a draft", "settings of the cache", "force_tokens", "lens",
-    "chat" and "a temperature".
+    Names are "layout packed", "prefill_chunk", "kernels", "kernels beside split_rows", "a draft", "settings of the cache",
+    "force_tokens", "lens", "chat" and "a temperature".
     """
     sampled = next((each.id for each in scenario.requests if each.sampling.temperature), None)
     asked = {
         "layout packed": scenario.schedule.layout != "padded",
         "prefill_chunk": scenario.schedule.prefill_chunk != Schedule().prefill_chunk,
         "kernels": scenario.kernels != KernelPlan(),
+        "kernels beside split_rows": replace(scenario.kernels, split_rows=None) != KernelPlan(),
         "a draft": scenario.speculation is not None,
         "settings of the cache": scenario.cache != CachePlan(),
         "force_tokens": scenario.force_tokens is not None,

@@ -5,7 +5,7 @@ Runs of all M take turns, so that whatever else the machine does falls on all of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import quantiles
 from time import perf_counter
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from detdiff.compare.metrics import ulp_distance
 
-from .operation import ExactOutputs, Float64, ProbedOperation
+from .operation import ExactOutputs, Float64, ProbedOperation, ProbeTarget
 from .sweep import RowContent, SeedSweep
 
 # Bits after the point, and the exponent of the smallest normal number.
@@ -152,10 +152,15 @@ class CallTime:
 
 
 def measure(operation: ProbedOperation, content: RowContent, rows: Sequence[int]) -> tuple[CallTime, ...]:
-    """Times every M of ``rows``, which start with 1. Each round calls all M once, in a new order."""
+    """Times every M of ``rows``, which start with 1."""
     given = {m: operation.given(content.rows[:m]) for m in rows}
+    return call_times(lambda m: operation.run(given[m]), rows)
+
+
+def call_times(call: Callable[[int], object], rows: Sequence[int]) -> tuple[CallTime, ...]:
+    """Times ``call(m)`` for every M of ``rows``, which start with 1. Each round calls all M once, in a new order."""
     for m in rows:
-        operation.run(given[m])
+        call(m)
     order = np.random.default_rng(0)
     taken: dict[int, list[float]] = {m: [] for m in rows}
     start = perf_counter()
@@ -164,7 +169,7 @@ def measure(operation: ProbedOperation, content: RowContent, rows: Sequence[int]
         for place in order.permutation(len(rows)).tolist():
             m = rows[place]
             before = perf_counter()
-            operation.run(given[m])
+            call(m)
             taken[m].append(perf_counter() - before)
         done += 1
     return tuple(_time(m, taken[m], taken[1]) for m in rows)
@@ -185,3 +190,31 @@ def crossing(times: Sequence[CallTime]) -> int | None:
             break
         found = time.rows
     return found
+
+
+@dataclass(frozen=True)
+class RowCosts:
+    """What each M costs in calls that a model makes ``count`` times a forward: those of one linear shape, or the whole forward."""
+
+    what: str
+    count: int
+    times: tuple[CallTime, ...]
+
+
+def costs_of(shapes: Iterable[tuple[str, int, ProbeTarget]], rows: Sequence[int]) -> list[RowCosts]:
+    """Of (shape, how many sites have it, one of them)."""
+    found = []
+    for shape, count, target in shapes:
+        operation = target.operation(0)
+        content = RowContent.of_seed(0, rows[-1], operation)
+        found.append(RowCosts(shape, count, measure(operation, content, rows)))
+    return found
+
+
+def joined_ratio(costs: Sequence[RowCosts], rows: int) -> float:
+    """The time of all calls of ``rows`` rows over that of as many calls of one row each, medians."""
+    together = {
+        m: sum(each.count * next(t.seconds for t in each.times if t.rows == m) for each in costs)
+        for m in (1, rows)
+    }
+    return together[rows] / (rows * together[1])

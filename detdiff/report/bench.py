@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -23,28 +24,33 @@ def bench_text(measured: Measurement, *, width: int = 100) -> str:
 
 def bench_html(measured: Measurement, links: Mapping[str, str]) -> str:
     """The measurement as a page. ``links`` are the pages of divergences by policy."""
+    pictures = [
+        ("throughput", "Throughput against requests at once", throughput_svg(measured)),
+        ("latency", "Latency by policy", latency_svg(measured)),
+        ("flips", "Throughput against flips", flips_svg(measured)),
+    ]
+    return measured_page(_headline(measured), bench_blocks(measured), pictures, links)
+
+
+def measured_page(
+    title: str,
+    blocks: Sequence[Block],
+    pictures: Sequence[tuple[str, str, str]],
+    links: Mapping[str, str] | None = None,
+) -> str:
+    """A page of blocks and pictures (name, heading, SVG; empty ones are left out)."""
     from markupsafe import Markup
 
     from .html import render
 
-    blocks = bench_blocks(measured)
-    pictures = [
-        (name, title, Markup(drawn))
-        for name, title, drawn in (
-            ("throughput", "Throughput against requests at once", throughput_svg(measured)),
-            ("latency", "Latency by policy", latency_svg(measured)),
-            ("flips", "Throughput against flips", flips_svg(measured)),
-        )
-        if drawn
-    ]
     return render(
         "bench.html",
         ("page.js",),
-        title=_headline(measured),
-        pictures=pictures,
+        title=title,
+        pictures=[(name, heading, Markup(drawn)) for name, heading, drawn in pictures if drawn],
         tables=[block for block in blocks if isinstance(block, Table)],
         items=[block for block in blocks if isinstance(block, Item)],
-        links=sorted(links.items()),
+        links=sorted((links or {}).items()),
     )
 
 
@@ -53,14 +59,7 @@ def bench_blocks(measured: Measurement) -> list[Block]:
     baseline = measured.results[0]
     blocks: list[Block] = [Prose(_headline(measured))]
     blocks.append(Item("workload: ", escaped(measured.workload.source)))
-    machine = measured.environment
-    blocks.append(
-        Item(
-            "measured: ",
-            f"{count(measured.rounds, 'round')} in changing order after one to warm up, medians (least to largest); {escaped(str(machine['chip']))}, "
-            f"{machine['cores']} cores, load {machine['load']:.2f} before and {machine['load_after']:.2f} after",
-        )
-    )
+    blocks.append(machine_item(measured.rounds, measured.environment))
     if any(result.runs for result in measured.results):
         rows = tuple(_measured_row(result, baseline) for result in measured.results)
         headers = ("policy", "answers", "tokens/s", "to serial", "TTFT ms", "TPOT ms", "p99 ITL ms")
@@ -92,6 +91,15 @@ def bench_blocks(measured: Measurement) -> list[Block]:
     if not measured.finished:
         blocks.append(Item("note: ", "interrupted; what was measured until then is shown"))
     return blocks
+
+
+def machine_item(rounds: int, machine: Mapping[str, Any]) -> Item:
+    """Where and how often was measured."""
+    return Item(
+        "measured: ",
+        f"{count(rounds, 'round')} in changing order after one to warm up, medians (least to largest); {escaped(str(machine['chip']))}, "
+        f"{machine['cores']} cores, load {machine['load']:.2f} before and {machine['load_after']:.2f} after",
+    )
 
 
 def explained(result: PolicyResult, baseline: PolicyResult) -> str:

@@ -10,6 +10,7 @@ import numpy as np
 from detdiff.bench.figures import throughput
 from detdiff.bench.measure import Measurement, PolicyResult
 from detdiff.bench.runs import Spread
+from detdiff.bench.split import SplitSearch
 
 from .svg import Canvas, LinearScale, Log, Symbol, coordinate, fitted, log_range, mark
 from .words import escaped
@@ -109,6 +110,37 @@ def latency_svg(measured: Measurement) -> str:
     legend = [(number, r.policy.name) for number, (r, _) in enumerate(found)]
     what = "milliseconds: the median, and up to the 99th percentile"
     return frame.drawn("latency", "Latency by policy", said, what, legend)
+
+
+def split_svg(found: SplitSearch) -> str:
+    """Tokens a second of each way to run so many requests, with a line where one batch starts to pay."""
+    levels = [level for level in found.levels if level.whole.runs]
+    if not levels:
+        return ""
+    names = ("one after the other", "one batch", "rows split")
+    points = [[(result, throughput(result)) for result in level.results] for level in levels]
+    known = [(result, spread) for level in points for result, spread in level if spread is not None]
+    frame = _Frame(_from_zero(known), [f"{level.at_once}" for level in levels])
+    for place, level in enumerate(points):
+        if levels[place].at_once == found.pays_from:
+            frame.canvas.line(frame.across(place, 0), _TOP, frame.across(place, 0), _FLOOR, "dd-axis")
+            frame.canvas.text(frame.across(place, 0) + 4, _TOP + 10, "pays from here", "dd-t2", halo=True)
+        for number, (_, spread) in enumerate(level):
+            if spread is not None:
+                frame.point(
+                    frame.across(place, 0.3 + 0.2 * number), spread.low, spread.median, spread.high, number
+                )
+    legend = list(enumerate(names[: len(points[0])]))
+    said = "; ".join(
+        f"{level.at_once} at once: "
+        + ", ".join(
+            f"{name} {spread.median:.1f} tokens/s"
+            for name, (_, spread) in zip(names, at, strict=False)
+            if spread
+        )
+        for level, at in zip(levels, points, strict=True)
+    )
+    return frame.drawn("split", "Where one batch pays", said, "requests at once; tokens/s", legend)
 
 
 def flips_svg(measured: Measurement) -> str:

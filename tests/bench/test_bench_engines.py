@@ -53,7 +53,14 @@ def test_llama_cpp_runs_the_graphs_that_are_simulated(tmp_path: Path, unified: b
     path = tiny_gguf(tmp_path / "tiny.gguf", "Q4_1")
     engine = open_llama(str(path), {"unified": unified, "ubatch": 16})
     asked = ["static:2", "static", "continuous:3", "continuous:4 row_budget=9 prefill_chunk=5"]
-    found = measured(engine, "llama.cpp", str(path), asked)
+    found = measured(
+        engine, "llama.cpp", str(path), [*asked, "continuous:4 split_rows=4", "static split_rows=99"]
+    )
+    for each in found[-2:]:
+        assert each.sameness == "identical" or unified, each.policy.name
+    # All rows one by one, and those of small batches beside batches that are as they were.
+    assert found[-1].counts is not None and {rows for rows, _ in found[-1].counts.rows_per_forward} == {1}
+    assert found[-2].counts is not None and max(rows for rows, _ in found[-2].counts.rows_per_forward) > 4
     assert len({each.counts.forwards for each in found if each.counts is not None}) > 3
 
 

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from detdiff.explain.controls.patches import Patches
     from detdiff.explain.oracle import Operation
     from detdiff.explain.origins import Captured
+    from detdiff.probe.measures import RowCosts
 
     from .oracle_operations import GgufWeights
 
@@ -69,7 +70,7 @@ _CAPABILITIES: Final = frozenset(
     {
         base.TOKENS, base.LOGITS, base.SITES, base.INPUTS, base.ROWS_SEEN, base.CACHE, base.VALUES, base.FORWARDS,
         base.RESET, base.PIN_KERNELS, base.PATCH, base.DTYPE, base.ORACLE, base.MODEL_FILE, base.SERIAL, base.STATIC, base.CONTINUOUS, base.PREFILL_CHUNK, base.PACKED, base.TEXT,
-        base.SPECULATION, base.TIMED,
+        base.SPECULATION, base.SPLIT_ROWS, base.TIMED,
     }
 )  # fmt: skip
 _LACKS: Final = {
@@ -266,7 +267,7 @@ class LlamaEngine:
 
     def check(self, scenario: Scenario) -> None:
         """Raises EngineRefuses for what this engine cannot be told."""
-        names = "kernels", "settings of the cache", "lens", "a temperature"
+        names = "kernels beside split_rows", "settings of the cache", "lens", "a temperature"
         base.refuse_untold(
             scenario, names, "llama.cpp, which decodes greedily with its own kernels. Leave it out."
         )
@@ -437,6 +438,25 @@ class LlamaEngine:
             serving = Serving(plain[0], False, plain[0].computed, lambda n, _, token: on_token(n, token))
             serving.run(follows, lambda token: "", draft)
             return [item.came for item in run.work]
+
+    def row_costs(self, scenario: Scenario, rows: Sequence[int]) -> list[RowCosts]:
+        """See ``base.CostsRows``: the whole forward of a row each of so many sequences, since llama.cpp calls no kernel by itself."""
+        from detdiff.probe.measures import RowCosts, call_times
+
+        settings = self._context_settings(
+            [Work(n, "", (0,), 1, 0, frozenset(), None) for n in range(rows[-1])], self._unified
+        )
+        context = LlamaContext(self.model, settings)
+
+        def call(count: int) -> None:
+            context.decode([BatchRow(0, 0, sequence, True) for sequence in range(count)])
+            for sequence in range(count):
+                context.remove(sequence)
+
+        try:
+            return [RowCosts("the whole forward", 1, call_times(call, rows))]
+        finally:
+            context.close()
 
     def _sizes(self, context: LlamaContext, graph: GraphSites, work: Sequence[Work]) -> RecordingSizes:
         settings = context.settings

@@ -93,7 +93,7 @@ class Unfollowed:
 class ServedModel:
     """A model while requests are served: a sequence of its cache for each, rows in, logits out, and rows taken back.
 
-    ``pinned``: each row is decoded in a call of its own.
+    ``pinned``: each row is decoded in a call of its own, as are the rows of a batch of at most the scenario's ``split_rows``.
     """
 
     def __init__(self, run: PreparedRun, recorder: FollowsBatches, batch: Batch, pinned: bool) -> None:
@@ -172,7 +172,8 @@ class ServedModel:
         )
 
     def _groups(self, shares: Sequence[Share]) -> list[list[Share]]:
-        if not self._pinned:
+        split = self.run.scenario.kernels.split_rows or 0
+        if not self._pinned and sum(len(each.tokens) for each in shares) > split:
             return [list(shares)]
         return [
             [Share(each.work, each.start + n, (token,), int(n >= len(each.tokens) - each.answers), each.phase)]

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from detdiff.explain.controls.finite import NotFiniteValue
     from detdiff.explain.oracle import Operation
     from detdiff.explain.origins import Captured, OriginRow
+    from detdiff.probe.measures import RowCosts
 
     from .attention_calls import AttentionWatch
     from .cache_patches import CachePatches
@@ -78,6 +79,7 @@ _CAPABILITIES: Final = frozenset(
         base.SPECULATION,
         base.CACHE_SETTINGS,
         base.KERNEL_PLAN,
+        base.SPLIT_ROWS,
         base.SAMPLING,
         base.SERIAL,
         base.STATIC,
@@ -158,6 +160,16 @@ class MlxEngine:
         on_start()
         run_unrecorded(scenario, sessions, work, None, lambda request, _, token: on_token(request, token))
         return [item.came for item in work]
+
+    def row_costs(self, scenario: Scenario, rows: Sequence[int]) -> list[RowCosts]:
+        """See ``base.CostsRows``: each linear shape once."""
+        from detdiff.probe.measures import costs_of
+
+        from .probe_operations import shapes_of
+
+        layout = "packed" if scenario.schedule.layout == "packed" else "batch"
+        shapes = shapes_of(self.loaded, scenario.kernels.profile or "native", layout)
+        return costs_of(((str(each.shape), len(each.sites), each.first) for each in shapes), rows)
 
     def reset(self) -> None:
         self.loaded.staged.clear()
