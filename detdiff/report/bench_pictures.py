@@ -21,7 +21,7 @@ _FLOOR: Final = _TOP + _HEIGHT
 _SERIES: Final = ("dd-r0", "dd-r1", "dd-r2", "dd-r3", "dd-r4", "dd-rx")
 
 
-class _Frame:
+class _PolicyPlot:
     """A picture with values upwards and, where there are ``columns``, a place for each along the floor."""
 
     def __init__(self, scale: LinearScale | Log, columns: Sequence[str] = ()) -> None:
@@ -77,7 +77,7 @@ def throughput_svg(measured: Measurement) -> str:
     if not points:
         return ""
     levels = sorted({result.policy.at_once for result, _ in points})
-    frame = _Frame(_from_zero(points), [f"{level:,}" for level in levels])
+    frame = _PolicyPlot(_from_zero(points), [f"{level:,}" for level in levels])
     for number, (result, spread) in enumerate(points):
         same = [r for r, _ in points if r.policy.at_once == result.policy.at_once]
         share = (same.index(result) + 1) / (len(same) + 1)
@@ -101,7 +101,7 @@ def latency_svg(measured: Measurement) -> str:
     if not found:
         return ""
     low, high = log_range([x for _, pairs in found for pair in pairs for x in pair])
-    frame = _Frame(Log(low, high, _FLOOR - 14, _TOP, _FLOOR), [words for _, words in names])
+    frame = _PolicyPlot(Log(low, high, _FLOOR - 14, _TOP, _FLOOR), [words for _, words in names])
     for place in range(len(names)):
         for number, (_, pairs) in enumerate(found):
             half, most = pairs[place]
@@ -120,7 +120,7 @@ def split_svg(found: SplitSearch) -> str:
     names = ("one after the other", "one batch", "rows split")
     points = [[(result, throughput(result)) for result in level.results] for level in levels]
     known = [(result, spread) for level in points for result, spread in level if spread is not None]
-    frame = _Frame(_from_zero(known), [f"{level.at_once}" for level in levels])
+    frame = _PolicyPlot(_from_zero(known), [f"{level.at_once}" for level in levels])
     for place, level in enumerate(points):
         if levels[place].at_once == found.pays_from:
             frame.canvas.line(frame.across(place, 0), _TOP, frame.across(place, 0), _FLOOR, "dd-axis")
@@ -148,7 +148,7 @@ def flips_svg(measured: Measurement) -> str:
     points = _points(measured)
     if not points:
         return ""
-    frame = _Frame(_from_zero(points))
+    frame = _PolicyPlot(_from_zero(points))
     across = LinearScale(0, max(1, max(result.flips for result, _ in points)), _LEFT + 24, _WIDTH - 160)
     words = f"answers that flip, of {len(measured.workload):,}; tokens/s"
     frame.canvas.axis(across, _ENDS, _FLOOR, 60, words)
