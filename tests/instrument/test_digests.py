@@ -14,10 +14,10 @@ from runs import Runs, digests, model, scenario
 from tiers import examples, some_now
 
 from detdiff.engines.mlx.taps.digests import (
+    Jobs,
     device_entries,
     device_rows,
     digest_entries,
-    digest_jobs,
     layout_job,
     row_bytes,
 )
@@ -107,7 +107,7 @@ def on_host(array: mx.array, axis: int | None) -> NDArray[np.uint64]:
         assert job is not None
     rows = 1 if axis is None else array.shape[axis]
     slots, columns = (a.ravel() for a in np.indices((array.shape[0], rows)))
-    found = digest_jobs([job], [where.dtype], slots.astype(np.int64), columns.astype(np.int64))
+    found = Jobs.of([job], [where.dtype]).digest(slots.astype(np.int64), columns.astype(np.int64))
     return found.reshape(array.shape[0], rows)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -11,10 +12,11 @@ from numpy.typing import NDArray
 
 from detdiff.trace import Rows, Value
 
-from .digests import digest_jobs, layout_job
+from .digests import Jobs, layout_job
 from .entries import DistinctValue, KeptValues, Selection, Source
 from .forward import ForwardRecord, ForwardRows, Memory, memory
-from .ledgers import Ledgers
+from .ledgers import CacheCallRows, Ledgers
+from .repeated import Repeated, likeness
 from .sites import SiteMap
 from .unread import node
 from .visible import Masks
@@ -31,28 +33,56 @@ class Digester:
         self._selection = selection
         self._ledgers = Ledgers()
         self._compact = {sites.ports[k, p] for k in (sites.head, "logits") if k for p in ("in", "out")}
+        self._last: tuple[Any, ...] | None = None
+        self._repeated: Repeated | None = None
+        self._folded: list[CacheCallRows] = []
+        self._unlike = 0
 
     def digest(self, record: ForwardRecord) -> tuple[list[Rows], list[Event]]:
         """All rows of ``record``, grouped by which ports they have, and the cache events that were noticed."""
+        key = likeness(record) if self._selection is None else None
+        known: Mapping[int, CacheCallRows] = {}
+        if self._repeated is not None:
+            repeated = self._repeated.digest(record) if self._repeated.key == key else None
+            if repeated is not None:
+                return repeated
+            known = self._repeated.folded
+            # What often turns out to be unlike is learnt more rarely.
+            self._unlike = 0 if self._repeated.forwards else self._unlike + 1
+            self._forget_likeness()
         table = ForwardRows.of(record.forward.segments)
         columns = record.finished + self._arrays(record, table)
-        entry_columns, events = self._entries(record, table)
+        entry_columns, events = self._entries(record, table, known)
         columns += entry_columns
-        return self._rows(record, table, columns), events
+        rows = self._rows(record, table, columns)
+        if key is not None and key == self._last and record.forward.index % (1 << min(self._unlike, 6)) == 0:
+            places = partial(self._kind_and_places, record, table)
+            self._repeated = Repeated.learnt(key, record, rows, self._folded, places, self._ledgers)
+        self._last = key
+        self._folded = []
+        return rows, events
+
+    def _forget_likeness(self) -> None:
+        if self._repeated is not None:
+            self._repeated.settle()
+            self._repeated = None
 
     def share(self, request: int, donor: int, tokens: int) -> None:
         """From now on the first ``tokens`` cache entries of a request are those that ``donor`` wrote."""
+        self._forget_likeness()
         self._ledgers.share(request, donor, tokens)
 
     def forget(self, request: int) -> None:
         """No row of a request comes any more, and nobody shares its entries."""
+        self._forget_likeness()
         self._ledgers.forget(request)
 
     def flush(self, record: ForwardRecord) -> None:
         """Digest what the record holds so far and let go of the arrays, so that a big forward stays small."""
         table = ForwardRows.of(record.forward.segments)
+        self._forget_likeness()
         record.finished += self._arrays(record, table)
-        entry_columns, events = self._entries(record, table)
+        entry_columns, events = self._entries(record, table, {})
         record.finished += entry_columns
         record.events += events
         record.arrays.clear()
@@ -72,6 +102,15 @@ class Digester:
             columns = np.array([place[int(table.column[r])] for r in rows], np.int64)
             return rows, np.zeros(len(rows), np.int64), columns
         return everything, table.slot, table.column
+
+    def _kind(self, record: ForwardRecord, port: int) -> str:
+        return "state" if record.axis(port) is None else "compact" if port in self._compact else "row"
+
+    def _kind_and_places(
+        self, record: ForwardRecord, table: ForwardRows, port: int
+    ) -> tuple[str, NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        rows, slots, columns = self._places(record, table, port)
+        return self._kind(record, port), rows, slots, columns
 
     def _arrays(self, record: ForwardRecord, table: ForwardRows) -> list[DistinctValue]:
         if record.device:
@@ -94,8 +133,7 @@ class Digester:
                     assert walk is not None
                 known[place] = where, walk
             where, job = known[place]
-            kind = "state" if axis is None else "compact" if port in self._compact else "row"
-            found.setdefault((kind, where.dtype, job), []).append(port)
+            found.setdefault((self._kind(record, port), where.dtype, job), []).append(port)
             memories[port] = (where, axis)
         columns: list[DistinctValue] = []
         for kind in ("row", "compact", "state"):
@@ -103,7 +141,7 @@ class Digester:
             if not group:
                 continue
             rows, slots, cols = self._places(record, table, group[0][1][0])
-            digests = digest_jobs([key[2] for key, _ in group], [key[1] for key, _ in group], slots, cols)
+            digests = Jobs.of([key[2] for key, _ in group], [key[1] for key, _ in group]).digest(slots, cols)
             for i, (_, ports) in enumerate(group):
                 kept = None
                 if self._wanted(ports):
@@ -120,12 +158,17 @@ class Digester:
             kept = source.take(rows, self._keep(table))
         return DistinctValue([port], rows, np.asarray(record.device[port])[slots, cols], kept)
 
-    def _entries(self, record: ForwardRecord, table: ForwardRows) -> tuple[list[DistinctValue], list[Event]]:
+    def _entries(
+        self, record: ForwardRecord, table: ForwardRows, known: Mapping[int, CacheCallRows]
+    ) -> tuple[list[DistinctValue], list[Event]]:
+        """Columns of cache entries and of what rows saw of them; ``known`` are calls that were read already, by their number."""
         columns: list[DistinctValue] = []
         events: list[Event] = []
         ports, masks = self._sites.ports, Masks()
-        for call in record.caches:
-            folded = self._ledgers.fold(call, record.forward, masks)
+        self._folded = []
+        for number, call in enumerate(record.caches):
+            folded = known.get(number) or self._ledgers.fold(call, record.forward, masks)
+            self._folded.append(folded)
             events += folded.events
             if folded.limited:
                 record.limited.setdefault(call.layer, []).extend(folded.limited)
@@ -202,7 +245,7 @@ class Digester:
                     values={c: v for c, v in values.items() if len(v.rows)},
                 )
             )
-        return result
+        return _joined(result)
 
     def _wanted(self, ports: Sequence[int]) -> bool:
         return self._selection is not None and not self._selection.ports.isdisjoint(ports)
@@ -215,6 +258,18 @@ class Digester:
 def _by_row(where: Memory, axis: int | None) -> tuple[NDArray[Any], str]:
     view = where.numpy()
     return (view[:, None] if axis is None else np.moveaxis(view, axis, 1)), where.dtype
+
+
+def _joined(groups: list[Rows]) -> list[Rows]:
+    """One batch, where all groups have their ports in the same columns, as requests with caches of their own."""
+    if len(groups) < 2 or len({group.table for group in groups}) > 1 or any(group.values for group in groups):
+        return groups
+    request, position, forward, slot, phase, token = (
+        np.concatenate([getattr(group, name) for group in groups])
+        for name in ("request", "position", "forward", "slot", "phase", "token")
+    )
+    digests = np.concatenate([group.digests for group in groups])
+    return [Rows(request, position, forward, slot, phase, token, groups[0].table, digests)]
 
 
 def _value(kept: KeptValues, rows: NDArray[np.int64]) -> Value:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import mlx.core as mx
 import numba
@@ -53,7 +53,8 @@ def _bytes(typingctx: Any, address: Any) -> Any:
 
 
 @numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def _sum_words(address: int, count: int, coef: UInt64, first: int) -> np.uint64:
+def sum_words(address: int, count: int, coef: UInt64, first: int) -> np.uint64:
+    """The sum over ``count`` words at an address, with coefficients from ``first`` on."""
     words = numba.carray(_words(address), count)
     total = np.uint64(0)
     for i in range(count):
@@ -71,7 +72,7 @@ def _digest_one(base: int, job: Int64, coef: UInt64, scratch: NDArray[np.uint8])
         for a in range(job[3]):
             for b in range(job[5]):
                 for c in range(job[7]):
-                    total += _sum_words(base + a * job[4] + b * job[6] + c * job[8], words, coef, first)
+                    total += sum_words(base + a * job[4] + b * job[6] + c * job[8], words, coef, first)
                     first += words
         return total
     at = 0
@@ -155,27 +156,34 @@ def row_bytes(job: tuple[int, ...]) -> int:
 _coefficients: UInt64 = coefficients(1 << 14)
 
 
-def _coefficients_for(words: int) -> UInt64:
+def coefficients_for(words: int) -> UInt64:
+    """At least so many coefficients."""
     global _coefficients
     if words > len(_coefficients):
         _coefficients = coefficients(1 << (words - 1).bit_length())
     return _coefficients
 
 
-def digest_jobs(
-    jobs: Sequence[tuple[int, ...]], dtypes: Sequence[str], slots: Int64, columns: Int64
-) -> UInt64:
-    """Digests uint64 [rows, jobs] of the rows (slot, column) of every job; the arrays must be alive."""
-    out = np.empty((len(slots), len(jobs)), np.uint64)
-    if not jobs or not len(slots):
+class Jobs(NamedTuple):
+    """Walks of rows (``layout_job``) of several arrays, int64 [jobs, JOB], with what is added to each digest."""
+
+    table: Int64
+    constants: UInt64
+    longest: int
+
+    @classmethod
+    def of(cls, jobs: Sequence[tuple[int, ...]], dtypes: Sequence[str]) -> Jobs:
+        sizes = [row_bytes(job) for job in jobs]
+        constants = np.array([digest_bias(d, n) for d, n in zip(dtypes, sizes, strict=True)], np.uint64)
+        return cls(np.array(jobs, np.int64).reshape(-1, JOB), constants, max(sizes, default=0))
+
+    def digest(self, slots: Int64, columns: Int64) -> UInt64:
+        """Digests uint64 [rows, jobs] of the rows (slot, column) of every job; the arrays must be alive."""
+        out = np.empty((len(slots), len(self.table)), np.uint64)
+        coef = coefficients_for((self.longest + 3) // 4)
+        scratch = np.empty(self.longest + 4, np.uint8)
+        _digest_jobs(self.table, self.constants, slots, columns, coef, scratch, out)
         return out
-    sizes = [row_bytes(job) for job in jobs]
-    constants = np.array([digest_bias(d, n) for d, n in zip(dtypes, sizes, strict=True)], np.uint64)
-    longest = max(sizes)
-    coef = _coefficients_for((longest + 3) // 4)
-    scratch = np.empty(longest + 4, np.uint8)
-    _digest_jobs(np.array(jobs, np.int64), constants, slots, columns, coef, scratch, out)
-    return out
 
 
 @numba.njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
@@ -190,7 +198,7 @@ def _digest_entries(
 ) -> None:
     for t in range(out.shape[0]):
         for h in range(out.shape[1]):
-            out[t, h] = base + _sum_words(address + h * head_stride + t * row_stride, piece // 4, coef, 0)
+            out[t, h] = base + sum_words(address + h * head_stride + t * row_stride, piece // 4, coef, 0)
 
 
 def digest_entries(memory: Memory, slot: int) -> UInt64:
@@ -208,9 +216,9 @@ def digest_entries(memory: Memory, slot: int) -> UInt64:
             for h in range(heads)
         ]
         slots = np.full(length, slot, np.int64)
-        return digest_jobs(per_head, [memory.dtype] * heads, slots, np.arange(length, dtype=np.int64))
+        return Jobs.of(per_head, [memory.dtype] * heads).digest(slots, np.arange(length, dtype=np.int64))
     out = np.empty((length, heads), np.uint64)
-    coef = _coefficients_for(piece // 4)
+    coef = coefficients_for(piece // 4)
     base = np.uint64(digest_bias(memory.dtype, piece))
     _digest_entries(memory.address + slot * slot_stride, head_stride, row_stride, piece, base, coef, out)
     return out

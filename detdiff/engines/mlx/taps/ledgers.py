@@ -61,7 +61,7 @@ class _Placed:
     whose: Mapping[int, tuple[int, int]]
 
 
-class _EntryLedger:
+class EntryLedger:
     """The entries of one request in one cache: digests uint64 [capacity, heads] as they were written, by position.
 
     ``end`` is the position after the last one written; ``parts`` is how many arrays an entry is stored in, more once it is quantised; ``lay`` where entries lay when they were last read;
@@ -88,6 +88,13 @@ class _EntryLedger:
         self.written[start : start + len(rows)] = rows
         self.end = max(self.end, start + len(rows))
 
+    def added(self, start: int, length: int) -> None:
+        """The row ``start`` was written from outside, and lies in the last of ``length`` columns, those before it in order."""
+        positions = np.arange(length, dtype=np.int64) + (start + 1 - length)
+        positions[positions < 0] = -1
+        self.lay = _Placed(positions, np.array([length - 1], np.int64), True, _NOBODYS)
+        self.end = max(self.end, start + 1)
+
     def _replace(self, start: int, rows: UInt64, weights: UInt64) -> None:
         before = self.written[start : start + len(rows)]
         anew = np.flatnonzero(before.any(axis=1) & (before != rows).any(axis=1))
@@ -105,7 +112,7 @@ class Ledgers:
     """The entries of all requests of a run, by request and cache."""
 
     def __init__(self) -> None:
-        self._of: dict[tuple[int, str], _EntryLedger] = {}
+        self._of: dict[tuple[int, str], EntryLedger] = {}
         self._prefixes: dict[int, tuple[int, int]] = {}
         self._weights: UInt64 = position_weight(np.arange(1024))
         self._heads: dict[int, UInt64] = {}
@@ -120,16 +127,24 @@ class Ledgers:
         self._of = {key: each for key, each in self._of.items() if key[0] != request}
         self._prefixes.pop(request, None)
 
-    def _entries(self, request: int, key: str, end: int, heads: int) -> _EntryLedger:
+    def known(self, request: int, key: str) -> EntryLedger | None:
+        """The entries of a request in a cache."""
+        return self._of.get((request, key))
+
+    def weights(self, end: int) -> UInt64:
+        """Those of at least the positions before ``end``."""
+        if len(self._weights) < end:
+            self._weights = position_weight(np.arange(2 * end))
+        return self._weights
+
+    def _entries(self, request: int, key: str, end: int, heads: int) -> EntryLedger:
         found = self._of.get((request, key))
         if found is None:
             donor, tokens = self._prefixes.get(request, (request, 0))
             given = self._of.get((donor, key)) if tokens else None
             begun = np.zeros((0, heads), np.uint64) if given is None else given.written[:tokens]
-            found = self._of[request, key] = _EntryLedger(begun.copy())
+            found = self._of[request, key] = EntryLedger(begun.copy())
         found.room(end)
-        if len(self._weights) < end:
-            self._weights = position_weight(np.arange(2 * end))
         return found
 
     def _head_weights(self, heads: int) -> UInt64:
@@ -192,7 +207,7 @@ class Ledgers:
         )
 
     def _write(
-        self, call: CacheCall, segment: Segment, entries: _EntryLedger, digests: _CallDigests, slot: int
+        self, call: CacheCall, segment: Segment, entries: EntryLedger, digests: _CallDigests, slot: int
     ) -> _Placed:
         """Put what the rows of a segment wrote into ``entries``; where entries lie if the newest come last, as in most caches."""
         found, heads = digests.returned(slot), self._head_weights(len(digests.names))
@@ -212,10 +227,10 @@ class Ledgers:
         return _Placed(positions, new, True, _NOBODYS)
 
     def _read(
-        self, call: CacheCall, segment: Segment, entries: _EntryLedger, found: UInt64, placed: _Placed
+        self, call: CacheCall, segment: Segment, entries: EntryLedger, found: UInt64, placed: _Placed
     ) -> tuple[_Placed, EntrySums]:
         """Where the entries ``found`` lie, and their sums."""
-        weights = self._weights, self._head_weights(found.shape[1])
+        weights = self.weights(segment.start + segment.count), self._head_weights(found.shape[1])
         sums = None
         if entries.lay is None or entries.lay.temporal or len(entries.lay.positions) != len(found):
             sums = fold_entries(found, placed.positions, entries.written, weights)
@@ -226,7 +241,7 @@ class Ledgers:
         return placed, sums
 
     def _searched(
-        self, call: CacheCall, segment: Segment, entries: _EntryLedger, found: UInt64, placed: _Placed
+        self, call: CacheCall, segment: Segment, entries: EntryLedger, found: UInt64, placed: _Placed
     ) -> _Placed:
         """Where each entry lies, by its digest: where it lay before, else wherever that was written."""
         heads, end = self._head_weights(found.shape[1]), segment.start + segment.count

@@ -87,6 +87,10 @@ class ColumnDigests:
         held[first : first + len(digests)] = digests
         return held[:length]
 
+    def held(self, slot: int) -> UInt64:
+        """The digests of a slot, of at least as many columns as were put."""
+        return self._of[slot]
+
 
 class CacheUpdate(NamedTuple):
     """One ``update_and_fetch``: the cache, what it gave back, and the columns of that which may be new (None: all).
