@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -13,91 +9,21 @@ from zlib import crc32
 import mlx.core as mx
 import pytest
 from command_line import run
-from test_reported_kinds import LLAMA, SMALL, directory
+from reported import LLAMA, SMALL, Answer, Ask, Asked, Kind, directory, engine, module
 from tiers import some_now
 from torch_models import torch_or_skip
 
 import detdiff
-from detdiff import Scenario
-from detdiff.report.json import to_json
-
-Answer = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Asked:
-    """The flags of both sides, of a and of b; ``more`` are options of compare by their Python names."""
-
-    both: str
-    a: str
-    b: str
-    model: str = ""
-    more: dict[str, bool] = field(default_factory=dict)
-
-    def command_line(self) -> Answer:
-        model = ["--model", self.model] if self.model else []
-        options = [f"--{name.replace('_', '-')}" for name, value in self.more.items() if value]
-        sides = "--both", self.both, "--a", self.a, "--b", self.b
-        found = run("compare", *model, *sides, *options, "--json")
-        assert found.exit_code in (0, 1, 3), found.output
-        answer: Answer = json.loads(found.stdout)
-        return answer
-
-    def python(self, folder: Path) -> Answer:
-        sides = []
-        for name, own in (("a", self.a), ("b", self.b)):
-            scenario = Scenario.from_flags(self.model or None, (), f"{self.both} {own}")
-            sides.append(detdiff.record(scenario, folder / name))
-        # A trace beside a path of one is a comparison as well.
-        return to_json(detdiff.compare(sides[0], folder / "b", **self.more))
-
-
-@dataclass(frozen=True)
-class Kind:
-    """``ask`` makes the question, with its cause where it is ``ill``; ``right`` holds of that answer."""
-
-    name: str
-    ask: Callable[[Path, pytest.MonkeyPatch, bool], Asked]
-    right: Callable[[Answer], bool]
-
-
-ENGINE = """
-import numpy as np
-from detdiff.engines.function import Generation, Tap
-
-class Engine:
-    name, vocab_size = "made", 64
-
-    def __init__(self, model=None, settings=None):
-        self.settings = dict(settings or {})
-
-    def generate(self, requests, schedule):
-        on, found = self.settings.get("on", False), []
-        for each in requests:
-            tokens, taps, scores, top = [7, 8], {}, [-0.5, -1.5], None
-            x = np.arange(len(each.tokens) + 1, dtype=np.float32)[:, None]
-BODY
-            found.append(Generation(tokens, log_probabilities=np.float32(scores), taps=taps, top=top))
-        return found
-"""
-
-
-def engine(folder: Path, patch: pytest.MonkeyPatch, name: str, body: str) -> str:
-    lines = "\n".join(" " * 12 + line for line in body.splitlines())
-    (folder / f"{name}.py").write_text(ENGINE.replace("BODY", lines))
-    patch.chdir(folder)
-    patch.syspath_prepend(str(folder))
-    patch.delitem(sys.modules, name, raising=False)
-    return f"tokens=1,2,3 max_tokens=2 engine={name}:Engine"
-
-
-def a_setting(body: str) -> Callable[[Path, pytest.MonkeyPatch, bool], Asked]:
+def a_setting(body: str) -> Ask:
     """Two settings of one engine, of which the second does what ``body`` says where it is on."""
     name = f"made_{crc32(body.encode())}"
 
     def ask(folder: Path, patch: pytest.MonkeyPatch, ill: bool) -> Asked:
         on = "true" if ill else "false"
-        return Asked(engine(folder, patch, name, body), "engine.on=false", f"engine.on={on}", "m")
+        asked = f"tokens=1,2,3 max_tokens=2 {engine(folder, patch, name, body)}"
+        return Asked(asked, "engine.on=false", f"engine.on={on}", "m")
 
     return ask
 
@@ -202,9 +128,7 @@ def engine(model=None, settings=None):
 
 def a_norm_over_heads_in_torch(folder: Path, patch: pytest.MonkeyPatch, ill: bool) -> Asked:
     torch_or_skip()
-    (folder / "torch_engine.py").write_text(TORCH.replace("ILL", str(ill)))
-    patch.syspath_prepend(str(folder))
-    patch.delitem(sys.modules, "torch_engine", raising=False)
+    module(folder, patch, "torch_engine", TORCH.replace("ILL", str(ill)))
     both = "tokens=1,2,3;4,5,6 max_tokens=2 engine=torch_engine:engine"
     return Asked(both, "schedule=serial", "schedule=static", "m")
 
@@ -265,36 +189,13 @@ KINDS = (
 def test_a_kind_is_answered_alike_and_its_twin_is_identical(
     kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for ill in (True, False):
-        folder = tmp_path / str(ill)
-        (folder / "again").mkdir(parents=True)
-        with monkeypatch.context() as patch:
-            from_command_line = kind.ask(folder, patch, ill).command_line()
-        with monkeypatch.context() as patch:
-            from_python = kind.ask(folder / "again", patch, ill).python(folder / "again")
-        for key in (
-            "identical",
-            "inconclusive",
-            "stage",
-            "first",
-            "compared",
-            "requests",
-            "bookkeeping",
-            "notes",
-        ):
-            assert from_command_line[key] == json.loads(json.dumps(from_python[key])), key
-        if ill:
-            assert not from_command_line["identical"] and kind.right(from_command_line), from_command_line[
-                "requests"
-            ]
-        else:
-            assert from_command_line["identical"], from_command_line["requests"]
+    kind.check(tmp_path, monkeypatch)
 
 
 def test_a_comparison_prints_as_its_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """B18."""
     asked = a_setting("scores[1] -= 0.03 * on")(tmp_path, monkeypatch, True)
-    asked.python(tmp_path)
+    asked.python("compare", tmp_path)
     found = detdiff.compare(tmp_path / "a", str(tmp_path / "b"))
     assert (
         len(str(found)) < 3000

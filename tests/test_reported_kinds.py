@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +11,20 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from command_line import run
+from reported import (
+    COUNTED,
+    IDENTICAL,
+    LLAMA,
+    SMALL,
+    TOKENS,
+    Ask,
+    Asked,
+    Kind,
+    Right,
+    directory,
+    engine,
+    verdict,
+)
 from tiers import some_now
 
 import detdiff
@@ -21,10 +32,6 @@ from detdiff import Scenario, explain
 from detdiff.engines.mlx.taps.session import Session
 from detdiff.errors import ModelCodeRefused
 
-SMALL = {
-    "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-5, "vocab_size": 96, "max_position_embeddings": 512, "rope_theta": 10000.0,
-}  # fmt: skip
 MINICPM3 = {
     **SMALL, "model_type": "minicpm3", "num_key_value_heads": 4, "dim_model_base": 64, "scale_depth": 1.4, "scale_emb": 1.0,
     "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "q_lora_rank": 32, "kv_lora_rank": 32, "tie_word_embeddings": True,
@@ -50,127 +57,33 @@ MAMBA2 = {
     **MAMBA, "model_type": "mamba2", "num_heads": 4, "head_dim": 16, "intermediate_size": 64, "layer_norm_epsilon": 1e-5,
     "n_groups": 1, "tie_word_embeddings": True, "time_step_limit": [0.001, 100.0],
 }  # fmt: skip
-LLAMA = {
-    "model_type": "llama", "hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 48, "num_attention_heads": 2,
-    "num_key_value_heads": 1, "rms_norm_eps": 1e-5, "vocab_size": 64, "tie_word_embeddings": True,
-}  # fmt: skip
-TOKENS = "tokens=1,2,3;4,5,6,7,8,9,10,11,12"
-
-
-def directory(folder: Path, config: dict[str, Any], dtype: str = "float32", code: str = "") -> str:
-    """A model of random weights, which need no file; ``code`` is a Python file of its own."""
-    made = {
-        **config,
-        "detdiff_random": {"seed": 0, "dtype": dtype},
-        **({"model_file": "own.py"} if code else {}),
-    }
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(made))
-    if code:
-        (folder / "own.py").write_text(code)
-    return str(folder)
-
-
-@dataclass(frozen=True)
-class Asked:
-    """One question: the flags of both sides, of a and of b, or two ``files``; ``more`` are options of explain by their Python
-    names."""
-
-    model: str = ""
-    both: str = TOKENS
-    a: str = "schedule=serial"
-    b: str = "schedule=static"
-    more: dict[str, Any] = field(default_factory=dict)
-    files: tuple[Path, ...] = ()
-
-    def command_line(self) -> tuple[str, str, str]:
-        model = ["--model", self.model] if self.model else []
-        controls = [word for name in self.more.get("controls", ()) for word in ("--control", name)]
-        numbers = {name: value for name, value in self.more.items() if name != "controls"}
-        options = [
-            *controls,
-            *(word for name, value in numbers.items() for word in (f"--{name}", str(value))),
-        ]
-        sides = self.files or (*model, "--both", self.both, "--a", self.a, "--b", self.b)
-        found = run("explain", *sides, *options, "--json")
-        assert found.exit_code in (0, 1, 3), found.output
-        answer = json.loads(found.stdout)
-        return answer["verdict"], answer["rule"], answer["said"]
-
-    def python(self) -> tuple[str, str, str]:
-        sides: tuple[Any, ...] = self.files or tuple(
-            Scenario.from_flags(self.model or None, (), f"{self.both} {own}") for own in (self.a, self.b)
-        )
-        verdict = explain(*sides, **self.more)
-        return verdict.kind, verdict.rule, verdict.sentence
-
-
-@dataclass(frozen=True)
-class Kind:
-    """``ask`` makes the question in a folder, with its cause where it is ``ill``. ``words`` are in the answer, none of
-    ``never`` is."""
-
-    name: str
-    ask: Callable[[Path, pytest.MonkeyPatch, bool], Asked]
-    verdict: tuple[str, str]
-    twin: tuple[str, str]
-    words: tuple[str, ...] = ()
-    never: tuple[str, ...] = ()
-
-
 JUDGED = {"controls": ("repeat", "oracle")}
 PINNED = {"controls": ("repeat", "oracle", "pin_kernels", "place")}
 """Those that a verdict rests on; what only says more is not run."""
 
-ENGINE = """
-class Engine:
-    name, vocab_size, calls = "counting", 64, 0
 
-    def generate(self, requests, schedule):
-        self.calls += 1
-        shift = self.shift(len(requests))
-        return [[(sum(each.tokens) + n + shift) % 50 for n in range(each.max_tokens)] for each in requests]
-
-    def shift(self, batch):
-        return SHIFT
-
-    def reset(self):
-        self.calls = CALLS
-"""
-
-
-def engine(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, shift: str, calls: str = "0") -> str:
-    """An engine of the user's as a module of the folder that they are in."""
-    (folder / f"{name}.py").write_text(ENGINE.replace("SHIFT", shift).replace("CALLS", calls))
-    monkeypatch.chdir(folder)
-    monkeypatch.syspath_prepend(str(folder))
-    monkeypatch.delitem(sys.modules, name, raising=False)
-    return f"engine={name}:Engine"
+def counting(folder: Path, patch: pytest.MonkeyPatch, name: str, shift: str, calls: str = "0") -> str:
+    """What is asked of an engine whose tokens are counted on from the prompt's sum, and moved by ``shift``."""
+    return f"{TOKENS} max_tokens=3 {engine(folder, patch, name, COUNTED.replace('SHIFT', shift), calls)}"
 
 
 def race_in_a_batch(folder: Path, monkeypatch: pytest.MonkeyPatch, ill: bool) -> Asked:
     # Both need a batch: the race, and what changes with the number of rows.
-    own = engine(
-        folder,
-        monkeypatch,
-        "racing_engine",
-        "self.calls % 7 + 1 if batch > 1 else 0" if ill else "0",
-        "self.calls",
-    )
-    return Asked("m", f"{TOKENS} max_tokens=3 {own}")
+    shift = "(self.calls % 7 + 1 if batch > 1 else 0)" if ill else "0"
+    return Asked(counting(folder, monkeypatch, "racing_engine", shift, "self.calls"), model="m")
 
 
 def rare_race(folder: Path, monkeypatch: pytest.MonkeyPatch, ill: bool) -> Asked:
     # Two recordings miss it, and so do two repetitions of each side.
-    own = engine(folder, monkeypatch, "rare_engine", "int(self.calls == 9)" if ill else "0", "self.calls")
-    return Asked(
-        "m", f"tokens=1,2,3 max_tokens=3 {own}", "schedule=serial", "schedule=static", {"repeats": 6}
-    )
+    shift = "int(self.calls == 9)" if ill else "0"
+    asked = counting(folder, monkeypatch, "rare_engine", shift, "self.calls").replace(TOKENS, "tokens=1,2,3")
+    return Asked(asked, model="m", more={"repeats": 6})
 
 
 def state_between_calls(folder: Path, monkeypatch: pytest.MonkeyPatch, ill: bool) -> Asked:
-    own = engine(folder, monkeypatch, "warm_engine", "int(self.calls > 1)" if ill else "0")
-    return Asked("m", f"{TOKENS} max_tokens=3 {own}")
+    return Asked(
+        counting(folder, monkeypatch, "warm_engine", "int(self.calls > 1)" if ill else "0"), model="m"
+    )
 
 
 DOUBLE = """
@@ -201,7 +114,7 @@ def mask_without_padding(folder: Path, monkeypatch: pytest.MonkeyPatch, ill: boo
 
     if ill:
         monkeypatch.setattr(minicpm3, "create_attention_mask", blind)
-    return Asked(directory(folder / "minicpm3", MINICPM3), f"{TOKENS} max_tokens=2", more=JUDGED)
+    return Asked(f"{TOKENS} max_tokens=2", model=directory(folder / "minicpm3", MINICPM3), more=JUDGED)
 
 
 def padding_through_a_state(folder: Path, monkeypatch: pytest.MonkeyPatch, ill: bool) -> Asked:
@@ -209,13 +122,13 @@ def padding_through_a_state(folder: Path, monkeypatch: pytest.MonkeyPatch, ill: 
 
     if ill:
         monkeypatch.setattr(qwen3_next, "create_ssm_mask", lambda *args, **kw: None)
-    return Asked(directory(folder / "qwen3_next", QWEN3_NEXT), f"{TOKENS} max_tokens=2")
+    return Asked(f"{TOKENS} max_tokens=2", model=directory(folder / "qwen3_next", QWEN3_NEXT))
 
 
 def padding_through_mambas_state(folder: Path, monkeypatch: pytest.MonkeyPatch, ill: bool) -> Asked:
     # A fault of mlx-lm's own (docs/findings.md); prompts of one length have no padding.
     tokens = TOKENS if ill else "tokens=1,2,3;4,5,6"
-    return Asked(directory(folder / "mamba", MAMBA), f"{tokens} max_tokens=2")
+    return Asked(f"{tokens} max_tokens=2", model=directory(folder / "mamba", MAMBA))
 
 
 def state_that_decays_over_padding(folder: Path, monkeypatch: pytest.MonkeyPatch, ill: bool) -> Asked:
@@ -233,16 +146,15 @@ def state_that_decays_over_padding(folder: Path, monkeypatch: pytest.MonkeyPatch
 
     if ill:
         monkeypatch.setattr(gated_delta, "gated_delta_ops", decaying)
-    return Asked(directory(folder / "qwen3_next", QWEN3_NEXT), f"{TOKENS} max_tokens=2", more=JUDGED)
+    return Asked(f"{TOKENS} max_tokens=2", model=directory(folder / "qwen3_next", QWEN3_NEXT), more=JUDGED)
 
 
 def state_in_other_chunks(folder: Path, monkeypatch: pytest.MonkeyPatch, ill: bool) -> Asked:
     # A sound model: sums of a chunk are taken in another order than from chunk to chunk.
     numbers = ",".join(map(str, range(1, 13)))
     chunk = f"prefill_chunk={4 if ill else 64}"
-    return Asked(
-        directory(folder / "mamba2", MAMBA2), f"tokens={numbers} max_tokens=2", "prefill_chunk=2048", chunk
-    )
+    model = directory(folder / "mamba2", MAMBA2)
+    return Asked(f"tokens={numbers} max_tokens=2", "prefill_chunk=2048", chunk, model)
 
 
 def ring_in_another_order(folder: Path, monkeypatch: pytest.MonkeyPatch, ill: bool) -> Asked:
@@ -251,7 +163,7 @@ def ring_in_another_order(folder: Path, monkeypatch: pytest.MonkeyPatch, ill: bo
     model = directory(folder / "gpt_oss", GPT_OSS)
     numbers = ",".join(map(str, range(1, 21)))
     return Asked(
-        model, f"tokens={numbers} max_tokens=1", "prefill_chunk=2048", f"prefill_chunk={chunk}", PINNED
+        f"tokens={numbers} max_tokens=1", "prefill_chunk=2048", f"prefill_chunk={chunk}", model, PINNED
     )
 
 
@@ -272,7 +184,7 @@ def other_place_in_the_batch(folder: Path, monkeypatch: pytest.MonkeyPatch, ill:
     for name, order in (("a", requests), ("b", requests[::-1])):
         text = f'model = "{model}"\nschedule = "static"\nmax_tokens = 2\n' + "".join(order)
         (folder / f"{name}.toml").write_text(text)
-    return Asked(files=(folder / "a.toml", folder / "b.toml"), more=PINNED)
+    return Asked("", "", "", more=PINNED, files=(folder / "a.toml", folder / "b.toml"))
 
 
 def recording_that_changes_logits(folder: Path, monkeypatch: pytest.MonkeyPatch, ill: bool) -> Asked:
@@ -284,57 +196,47 @@ def recording_that_changes_logits(folder: Path, monkeypatch: pytest.MonkeyPatch,
 
     if ill:
         monkeypatch.setattr(Session, "_injected", changed)
-    return Asked(directory(folder / "llama", LLAMA), f"{TOKENS} max_tokens=2")
+    return Asked(f"{TOKENS} max_tokens=2", model=directory(folder / "llama", LLAMA))
+
+
+def explained(name: str, ask: Ask, right: Right, sound: Right = IDENTICAL) -> Kind:
+    return Kind(name, ask, right, sound, "explain")
 
 
 KINDS = (
-    Kind("A5 race in a batch", race_in_a_batch, ("nondeterminism", "repeat"), ("identical", "identical"),
-         ("Side b, run again",), ("not about the batch",)),
-    Kind("A6 state between calls", state_between_calls, ("nondeterminism", "served-before"), ("identical", "identical"),
-         ("what was served before",)),
-    Kind("D19 mask without padding", mask_without_padding, ("bug", "bookkeeping"), ("identical", "identical"),
-         ("the row at position 2 saw cells", "which no recorded row wrote", "in run b")),
-    Kind("D20 padding through a state", padding_through_a_state, ("bug", "padding"), ("identical", "identical"),
-         ("Padding leaks", "layers.0.linear_attn")),
-    Kind("D20 padding through mamba's state", padding_through_mambas_state, ("bug", "padding"), ("identical", "identical"),
-         ("layers.0.mixer",)),
-    Kind("D20 state that decays over padding", state_that_decays_over_padding, ("bug", "outside"), ("identical", "identical"),
-         ("layers.0.linear_attn", "only padded rows", "in run b")),
-    Kind("D20 state in other chunks", state_in_other_chunks, ("numerics", "path"), ("identical", "identical"),
-         ("layers.0.mixer", "stay inside their rounding bounds")),
-    Kind("D21 ring in another order", ring_in_another_order, ("numerics", "path"), ("identical", "identical"),
-         ("the order in which memory has the keys moves", "layers.0.self_attn.attention"), ("19 rows",)),
-    Kind("D21 another place in the batch", other_place_in_the_batch, ("numerics", "path"), ("identical", "identical"),
-         ("the row's place in the call, 0 in a and 1 in b, moves its bits",)),
-    Kind("D22 recording that changes logits", recording_that_changes_logits, ("undetermined", "observed"),
-         ("identical", "identical"), ("recording changed the logits of runs a and b", "every digest and every token was equal"),
-         ("not everything could be compared",)),
-    Kind("D25 rare race", rare_race, ("nondeterminism", "repeat"), ("identical", "identical"), ("run again 5 times",)),
+    explained("A5 race in a batch", race_in_a_batch,
+              verdict("nondeterminism", "repeat", "Side b, run again", never=("not about the batch",))),
+    explained("A6 state between calls", state_between_calls,
+              verdict("nondeterminism", "served-before", "what was served before")),
+    explained("D19 mask without padding", mask_without_padding,
+              verdict("bug", "bookkeeping", "the row at position 2 saw cells", "which no recorded row wrote", "in run b")),
+    explained("D20 padding through a state", padding_through_a_state,
+              verdict("bug", "padding", "Padding leaks", "layers.0.linear_attn")),
+    explained("D20 padding through mamba's state", padding_through_mambas_state,
+              verdict("bug", "padding", "layers.0.mixer")),
+    explained("D20 state that decays over padding", state_that_decays_over_padding,
+              verdict("bug", "outside", "layers.0.linear_attn", "only padded rows", "in run b")),
+    explained("D20 state in other chunks", state_in_other_chunks,
+              verdict("numerics", "path", "layers.0.mixer", "stay inside their rounding bounds")),
+    explained("D21 ring in another order", ring_in_another_order,
+              verdict("numerics", "path", "the order in which memory has the keys moves", "layers.0.self_attn.attention",
+                      never=("19 rows",))),
+    explained("D21 another place in the batch", other_place_in_the_batch,
+              verdict("numerics", "path", "the row's place in the call, 0 in a and 1 in b, moves its bits")),
+    explained("D22 recording that changes logits", recording_that_changes_logits,
+              verdict("undetermined", "observed", "recording changed the logits of runs a and b",
+                      "every digest and every token was equal", never=("not everything could be compared",))),
+    explained("D25 rare race", rare_race,
+              verdict("nondeterminism", "repeat", "run again 5 times")),
 )  # fmt: skip
 """Kinds that ``explain`` answers; ``test_reported_comparisons.py`` has those of ``compare``."""
 
 
-@pytest.fixture(params=some_now(KINDS, 0), ids=lambda kind: kind.name)
-def kind(request: pytest.FixtureRequest) -> Iterator[Kind]:
-    yield request.param
-
-
+@pytest.mark.parametrize("kind", some_now(KINDS, 0), ids=lambda kind: kind.name)
 def test_a_kind_is_answered_alike_and_its_twin_is_sound(
     kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for ill, expected in ((True, kind.verdict), (False, kind.twin)):
-        folder = tmp_path / str(ill)
-        (folder / "again").mkdir(parents=True)
-        with monkeypatch.context() as patch:
-            from_command_line = kind.ask(folder, patch, ill).command_line()
-        assert from_command_line[:2] == expected, from_command_line
-        with monkeypatch.context() as patch:
-            from_python = kind.ask(folder / "again", patch, ill).python()
-        assert from_python == from_command_line
-        if ill:
-            said = from_command_line[2]
-            assert all(word in said for word in kind.words), said
-            assert not any(word in said for word in kind.never), said
+    kind.check(tmp_path, monkeypatch)
 
 
 def test_a_models_own_code_runs_where_it_is_allowed_and_is_never_replaced(tmp_path: Path) -> None:
