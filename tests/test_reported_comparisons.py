@@ -7,6 +7,7 @@ from typing import Any
 from zlib import crc32
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 from command_line import run
 from reported import LLAMA, SMALL, Answer, Ask, Asked, Kind, directory, engine, module
@@ -192,17 +193,42 @@ def test_a_kind_is_answered_alike_and_its_twin_is_identical(
     kind.check(tmp_path, monkeypatch)
 
 
-def test_a_comparison_prints_as_its_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """B18."""
-    asked = a_setting("scores[1] -= 0.03 * on")(tmp_path, monkeypatch, True)
+@pytest.mark.parametrize("ill", [True, False])
+def test_a_comparison_prints_as_its_report(
+    ill: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """B18: of traces and of paths of traces; a Divergence and a Verdict print what the command prints."""
+    asked = a_setting("scores[1] -= 0.03 * on")(tmp_path, monkeypatch, ill)
     asked.python("compare", tmp_path)
-    found = detdiff.compare(tmp_path / "a", str(tmp_path / "b"))
-    assert (
-        len(str(found)) < 3000
-        and str(found).splitlines()[0] in run("compare", tmp_path / "a", tmp_path / "b").stdout
+    a, b = tmp_path / "a", tmp_path / "b"
+    found = detdiff.compare(detdiff.Trace.open(a), str(b))
+    assert str(found) == run("compare", a, b).stdout and len(str(found)) < 3000
+    assert ("by at most 0.03" in str(found)) is ill
+    verdict = detdiff.explain(a, b, controls=("oracle",))
+    assert str(verdict) == run("explain", a, b, "--control", "oracle").stdout
+    assert (verdict.kind == "identical") is not ill
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("ill", [True, False])
+def test_a_chunk_of_one_row_is_said_as_one(
+    ill: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """D27: no "positions 11 to 11, of which 11 differ"."""
+    native = nn.Linear.__call__
+
+    def off(self: nn.Linear, x: mx.array) -> mx.array:
+        return native(self, x) * (1 + 0.1 * (x.shape[-2] == 1))
+
+    if ill:
+        monkeypatch.setattr(nn.Linear, "__call__", off)
+    both = f"tokens={','.join(map(str, range(1, 15)))} max_tokens=1"
+    Asked(both, "prefill_chunk=64", "prefill_chunk=4", directory(tmp_path / "llama", LLAMA)).python(
+        "compare", tmp_path
     )
-    verdict = detdiff.explain(tmp_path / "a", tmp_path / "b", controls=("oracle",))
-    assert (
-        str(verdict).splitlines()[0]
-        in run("explain", tmp_path / "a", tmp_path / "b", "--control", "oracle").stdout
-    )
+    a, b = tmp_path / "a", tmp_path / "b"
+    text = str(detdiff.compare(a, b))
+    assert text == run("compare", a, b).stdout
+    assert ("prefill chunk 0, positions 0 to 12, of which position 12 differs" in text) is ill
+    assert ("prefill chunk 3, position 12, which differs; earlier ones are equal" in text) is ill
+    assert ("are identical" in text) is not ill

@@ -29,8 +29,12 @@ from tiers import some_now
 
 import detdiff
 from detdiff import Scenario, explain
+from detdiff.engines.mlx.model import load
+from detdiff.engines.mlx.probe_operations import find_site
+from detdiff.engines.mlx.taps.forward import memory
 from detdiff.engines.mlx.taps.session import Session
 from detdiff.errors import ModelCodeRefused
+from detdiff.probe import probe
 
 MINICPM3 = {
     **SMALL, "model_type": "minicpm3", "num_key_value_heads": 4, "dim_model_base": 64, "scale_depth": 1.4, "scale_emb": 1.0,
@@ -98,6 +102,33 @@ class Model(llama.Model):
         y = super().__call__(inputs, cache=cache, **kw)
         return y * (SCALE if inputs.shape[0] > 1 else 1)
 """
+
+
+QWEN3 = {**SMALL, "model_type": "qwen3", "tie_word_embeddings": True, "head_dim": 32}
+QUANTISED = "kv_bits=8 kv_group_size=32"
+
+
+def lost_in_quantising(flags: str) -> Ask:
+    """Keys are lost where the cache is quantised, which another setting of side a does elsewhere, or not at all."""
+
+    def ask(folder: Path, monkeypatch: pytest.MonkeyPatch, ill: bool) -> Asked:
+        from mlx_lm.models.cache import KVCache
+
+        native = KVCache.to_quantized
+
+        def lossy(self: KVCache, group_size: int = 64, bits: int = 4) -> Any:
+            keys, self.keys = self.keys, mx.zeros_like(self.keys)
+            found = native(self, group_size, bits)
+            self.keys = keys
+            return found
+
+        if ill:
+            monkeypatch.setattr(KVCache, "to_quantized", lossy)
+        both = f"tokens={','.join(map(str, range(1, 12)))} max_tokens=3"
+        controls = {"controls": ("repeat", "configuration")}
+        return Asked(both, flags, QUANTISED, directory(folder / "qwen3", QWEN3), controls)
+
+    return ask
 
 
 def mask_without_padding(folder: Path, monkeypatch: pytest.MonkeyPatch, ill: bool) -> Asked:
@@ -203,7 +234,13 @@ def explained(name: str, ask: Ask, right: Right, sound: Right = IDENTICAL) -> Ki
     return Kind(name, ask, right, sound, "explain")
 
 
+LOST = verdict("bug", "bookkeeping", "the cache entry K of layer 0, head 0, position 0 is not what was written: once quantised",
+               "times the bound of its scale")  # fmt: skip
 KINDS = (
+    explained("A2 a cache that loses what it quantises", lost_in_quantising("schedule=serial"), LOST,
+              verdict("configuration", "settings", "kv_bits None and 8")),
+    explained("A2 a cache that loses what it quantises in chunks", lost_in_quantising(f"prefill_chunk=4 {QUANTISED}"), LOST,
+              verdict("configuration", "quantised", "from position 4 in a and from 10 in b")),
     explained("A5 race in a batch", race_in_a_batch,
               verdict("nondeterminism", "repeat", "Side b, run again", never=("not about the batch",))),
     explained("A6 state between calls", state_between_calls,
@@ -232,11 +269,49 @@ KINDS = (
 """Kinds that ``explain`` answers; ``test_reported_comparisons.py`` has those of ``compare``."""
 
 
-@pytest.mark.parametrize("kind", some_now(KINDS, 0), ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", some_now(KINDS, 2), ids=lambda kind: kind.name)
 def test_a_kind_is_answered_alike_and_its_twin_is_sound(
     kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kind.check(tmp_path, monkeypatch)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("ill", [True, False])
+def test_a_probe_of_the_calls_own_layout_agrees_with_the_verdict(
+    ill: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A8: rows that lie transposed take another kernel than rows that follow each other, from four rows on."""
+    from mlx_lm.models import llama
+
+    native, mlp = nn.Linear.__call__, llama.MLP.__call__
+
+    def linear(self: nn.Linear, x: mx.array) -> mx.array:
+        strides = memory(x).strides
+        if strides[-1] < strides[-2] or x.shape[-2] < 4:
+            return native(self, x)
+        half = x.shape[-1] // 2
+        return x[..., half:] @ self.weight[:, half:].T + x[..., :half] @ self.weight[:, :half].T
+
+    def turned(self: nn.Module, x: mx.array) -> mx.array:
+        hidden = nn.silu(self.gate_proj(x)) * self.up_proj(x)
+        return self.down_proj(mx.contiguous(hidden.swapaxes(1, 2)).swapaxes(1, 2))
+
+    monkeypatch.setattr(nn.Linear, "__call__", linear)
+    monkeypatch.setattr(llama.MLP, "__call__", turned if ill else mlp)
+    model, site = directory(tmp_path / "llama", {**LLAMA, "num_hidden_layers": 2}), "layers.0.mlp.down_proj"
+    asked = Asked("tokens=1,2,3,4,5,6,7,8 max_tokens=1", "prefill_chunk=8", "prefill_chunk=3", model, PINNED)
+    answers = [asked.command_line("explain"), asked.python("explain", tmp_path)]
+    for found in answers:
+        assert (found["verdict"], found["rule"]) == (("numerics", "path") if ill else ("identical",) * 2), (
+            found["said"]
+        )
+        assert not ill or f"{site} took native on 7 rows in a and native on 3 rows in b" in found["said"]
+    probed = probe(find_site(load(model), site), rows="1..6", seeds=2, timed=False)
+    words = ("--model", model, "--site", site, "--rows", "1..6", "--seeds", "2", "--no-time", "--json")
+    answer = json.loads(run("probe", *words).stdout)
+    assert answer["classes"] == [list(members) for members in probed.classes]
+    assert probed.classes == (((1, 2, 3), (4, 5, 6)) if ill else ((1, 2, 3, 4, 5, 6),))
 
 
 def test_a_models_own_code_runs_where_it_is_allowed_and_is_never_replaced(tmp_path: Path) -> None:
@@ -261,6 +336,10 @@ def test_a_models_own_code_runs_where_it_is_allowed_and_is_never_replaced(tmp_pa
         is False
     )
     digest = hashlib.sha256((tmp_path / "own" / "own.py").read_bytes()).hexdigest()
+    probed = ("probe", "--model", model, "--site", "layers.0.mlp.up_proj", "--rows", "1..2", "--no-time")
+    refused = run(*probed)
+    assert refused.exit_code == 2 and "--custom-code" in refused.output
+    assert run(*probed, "--custom-code").exit_code == 0
     for trace in (a, detdiff.Trace.open(tmp_path / "kept" / "a")):
         assert (trace.model["model_file"], trace.model["model_file_sha256"]) == ("own.py", digest)
         assert any(site.kind == "attention" for site in trace.sites)

@@ -30,7 +30,7 @@ NO_LIMIT: Final = 1 << 31
 
 _CONTEXT: Final = 40  # characters of a text, from the first that differs on
 
-_SAME_WORK: Final = ("max_tokens", "sampling", "ignore_stop", "stop")
+_SAME_WORK: Final = ("max_tokens", "sampling", "ignore_stop", "stop", "cancel")
 
 
 @dataclass(frozen=True, eq=False)
@@ -280,7 +280,7 @@ def pair_requests(
             continue
         workload += _asked_otherwise(id, asked_a, asked_b, forced)
         steps_a, steps_b = Steps.of(generated_a, number), Steps.of(generated_b, of_b[id])
-        ends = _TextEnds(asked_a.get("max_tokens"), asked_b.get("max_tokens"), a.complete, b.complete)
+        ends = _TextEnds(_limit(asked_a), _limit(asked_b), a.complete, b.complete)
         flip, kind, cut = _first_flip(steps_a, steps_b, ends)
         at = NO_LIMIT if flip is None else _position(steps_a, steps_b, flip)
         limit = _last_fed_alike(a, b, (number, of_b[id]), at) if forced else at
@@ -299,6 +299,11 @@ def pair_requests(
     if not pairs:
         raise NothingComparable(_no_request(a, b, left_out))
     return Pairing(tuple(pairs), tuple(left_out), tuple(workload))
+
+
+def _limit(asked: dict[str, Any]) -> int | None:
+    """How many tokens a request was to have at most; None where nothing says."""
+    return min((n for n in (asked.get("max_tokens"), asked.get("cancel")) if n is not None), default=None)
 
 
 def _vectors(trace: Trace) -> dict[int, NDArray[np.float32]]:
@@ -382,7 +387,7 @@ def _asked_otherwise(id: str, a: dict[str, Any], b: dict[str, Any], forced: bool
     found = []
     # Given tokens end where they end, whatever the request asks for.
     for key in ("sampling",) if forced else _SAME_WORK:
-        said = (key in a and key in b) or key == "stop"
+        said = (key in a and key in b) or key in ("stop", "cancel")
         mine, theirs = a.get(key), b.get(key)
         if said and mine != theirs and not (key == "sampling" and _choose_alike(mine, theirs)):
             detail = f"{key} is {_plain(mine)} in run a and {_plain(theirs)} in run b"

@@ -60,6 +60,8 @@ class Work:
     """Functions that change the logits before the sampler chooses."""
     stop_sequences: tuple[tuple[int, ...], ...] = ()
     """Runs of tokens that end the answer, beside the single ones of ``stop``."""
+    ended: bool | None = None
+    """Whether a library that looks for stops itself has said that the answer ends here; None: nobody but this looks for them."""
     scored: tuple[int, ...] = ()
     task: str = GENERATE
     came: float | None = None
@@ -78,11 +80,15 @@ class Work:
     def finished(self) -> bool:
         if self.task == EMBED:
             return self.done >= len(self.prompt)
-        return bool(self.generated) and (
-            len(self.generated) >= self.max_tokens
-            or self.generated[-1] in self.stop
-            or any(tuple(self.generated[-len(ends) :]) == ends for ends in self.stop_sequences)
-            or self.cancelled
+        if not self.generated:
+            return False
+        stops = self._stops if self.ended is None else self.ended
+        return stops or len(self.generated) >= self.max_tokens or self.cancelled
+
+    @property
+    def _stops(self) -> bool:
+        return self.generated[-1] in self.stop or any(
+            tuple(self.generated[-len(ends) :]) == ends for ends in self.stop_sequences
         )
 
     @property

@@ -367,6 +367,15 @@ class Facts:
         return any(each.get("temperature") or any(map(each.get, PROCESSORS)) for each in requests)
 
     @property
+    def ended_otherwise(self) -> RequestDivergence | None:
+        """The first request that ends in one run and goes on in the other, where nothing else parts and neither was forced."""
+        runs = () if self.divergence is None else (self.divergence.a, self.divergence.b)
+        if any(run.scenario.get("force_tokens") is not None for run in runs) or self.asked_otherwise:
+            return None
+        ends = (r for r in self.chosen_otherwise if r.flip is not None and r.flip.kind == "length")
+        return next(ends, None)
+
+    @property
     def logits_equal(self) -> bool:
         """Whether equal digests are those of logits too, by one engine with the same settings: an engine that shows answers
         alone, or two engines, may have chosen from other logits."""

@@ -338,12 +338,16 @@ RULES: Final[tuple[VerdictRule, ...]] = (
     ),
     VerdictRule(
         "sampling",
-        "every digest up to a flip is bit-equal, logits among them, and the settings are equal",
+        "every digest up to a flip is bit-equal, logits among them, and the settings are equal; or so, and an answer ends in one run "
+        "where it goes on in the other",
         "bug",
         lambda facts: (
             bool(facts.chosen_otherwise)
             and facts.logits_equal
-            and facts.result("choices") not in ("shared", "uncached", "as_asked")
+            and (
+                facts.result("choices") not in ("shared", "uncached", "as_asked")
+                or facts.ended_otherwise is not None
+            )
         ),
         sentences.say_sampling,
         ("compared",),

@@ -190,6 +190,14 @@ def say_quantised_apart(facts: Facts) -> str:
 
 
 def say_sampling(facts: Facts) -> str:
+    ended = facts.ended_otherwise
+    if ended is not None and ended.flip is not None:
+        ends, goes_on = ("a", "b") if ended.generated_a < ended.generated_b else ("b", "a")
+        return (
+            f"The end of an answer, not the model: every compared digest is bit-equal, logits among them, the settings are equal, and {ended.id} "
+            f"ends after {ended.flip.index} tokens in run {ends} and goes on in run {goes_on}. What ends an answer there (its limit, its "
+            "stop tokens, its stop texts) is another request's, or is not looked for."
+        )
     found = facts.chosen_otherwise[0]
     at = "" if found.flip is None else f", token {found.flip.index}"
     return (

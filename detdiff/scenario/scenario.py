@@ -395,7 +395,8 @@ def _turns(
     first: Request, own: Mapping[str, Any], defaults: Mapping[str, Any], tables: Sequence[Mapping[str, Any]]
 ) -> Iterator[Request]:
     """The later turns of a request, whose settings are their defaults."""
-    given = {**defaults, **{name: value for name, value in own.items() if name in SETTING_KEYS}}
+    # That a request is cancelled says nothing of what comes after it.
+    given = {**defaults, **{n: value for n, value in own.items() if n in SETTING_KEYS and n != "cancel"}}
     before = first.id
     for number, table in enumerate(tables, 2):
         with located(f"turn {number}"):

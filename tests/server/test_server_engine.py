@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from local_servers import SmallModel, send_events, send_json, serving
+from reported import Answer, Asked, Kind
 
 from detdiff import Scenario, compare, record
 from detdiff.engines.registry import open_engine
@@ -139,25 +142,41 @@ def test_tokens_by_text_alone_are_numbers_of_their_bytes(tmp_path: Path, flags: 
     assert {text for text in trace.texts().values()} <= set("abcdefghijklmnop")
 
 
-def test_text_alone_is_compared_by_its_first_character(tmp_path: Path) -> None:
-    def reply(handler: Any, body: dict[str, Any]) -> None:
-        words = ["Hello", " there", "!" if body["together"] else "."]
-        events = [{"choices": [{"index": 0, "text": each, "finish_reason": None}]} for each in words]
-        send_events(handler, [*events, {"choices": [{"index": 0, "text": "", "finish_reason": "stop"}]}])
+def test_texts_of_a_server_are_compared_by_their_characters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """B17: no token ids, no log-probabilities."""
+
+    def reply(end: str) -> Callable[[Any, dict[str, Any]], None]:
+        def said(handler: Any, body: dict[str, Any]) -> None:
+            texts = ("Hello", " there", end if body["together"] else ".")
+            events = [{"choices": [{"index": 0, "text": text, "finish_reason": None}]} for text in texts]
+            send_events(handler, [*events, {"choices": [{"index": 0, "text": "", "finish_reason": "stop"}]}])
+
+        return said
+
+    def told(found: Answer) -> bool:
+        (request,) = found["requests"]
+        unseen = any("logits are not recorded" in note for note in found["notes"])
+        return (
+            request["text"] == {"index": 11, "a": ".", "b": "!"} and request["stage"] == "tokens" and unseen
+        )
 
     listed = {"data": [{"id": "m", "owned_by": "me"}]}
-    with serving({"/v1/models": lambda h, _: send_json(h, listed), "/v1/completions": reply}) as address:
-        traces = [
-            record(
-                scenario(address, f"engine.kind=transformers 'engine.body={{\"together\":{n}}}'"),
-                tmp_path / str(n),
-            )
-            for n in range(2)
-        ]
-    found = compare(*traces)
-    assert "tokens" in traces[0].lacks and "logits" in traces[0].lacks
-    flip = found.requests[0].text_flip if hasattr(found.requests[0], "text_flip") else found.requests[0].flip
-    assert flip is not None and flip.index == 11
+    with ExitStack() as servers:
+
+        def ask(folder: Path, patch: pytest.MonkeyPatch, ill: bool) -> Asked:
+            answers = {
+                "/v1/models": lambda handler, _: send_json(handler, listed),
+                "/v1/completions": reply("!" if ill else "."),
+            }
+            address = servers.enter_context(serving(answers))
+            bodies = [f"'engine.body={{\"together\":{n}}}'" for n in range(2)]
+            (folder / "hello.toml").write_text(f'model = "{address}"\n[[request]]\nprompt = "Say hello"\n')
+            flags = "engine.kind=transformers max_tokens=3"
+            return Asked(flags, *bodies, files=(folder / "hello.toml",))
+
+        Kind("B17 texts", ask, told).check(tmp_path, monkeypatch)
 
 
 def test_a_server_that_is_another_one_later_is_said(tmp_path: Path) -> None:

@@ -153,6 +153,7 @@ def test_the_command_says_it(metal: tuple[Path, Trace, Trace]) -> None:
     found = run("explain", str(a.path), str(b.path), "--inside", str(recorded), "--budget", "0")
     assert found.exit_code == 1, found.output
     assert "composition: who shared a forward is known" in found.stdout and "\nInside:\n" in found.stdout
+    assert "a (not kept)" in found.stdout and "/detdiff-" not in found.stdout
 
 
 def test_what_cannot_be_replayed_is_refused(

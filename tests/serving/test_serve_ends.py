@@ -180,6 +180,7 @@ def test_requests_that_wait_when_the_server_stops_are_told(engine: Any) -> None:
         (["--set", "draft=builtin-draft"], "cannot have a draft"),
         (["--set", "schedule=static"], "cannot have schedule static"),
         (["--set", "no_such_key=1"], "there is no key 'no_such_key'"),
+        (["--set", "temperature=1"], "temperature is a setting of requests, which clients send with each"),
         (["--kernels", "nonsense"], "nonsense"),
         (["--host", "256.0.0.1"], "cannot be listened on"),
     ],
@@ -188,6 +189,18 @@ def test_what_cannot_be_served_is_said_before_anything_is(words: list[str], reas
     found = run("serve", "--port", "0", *words)
     assert found.exit_code == 2 and "Traceback" not in found.output
     assert reason in " ".join(found.stderr.split())
+
+
+def test_a_request_that_says_no_length_gets_the_servers(engine: Any) -> None:
+    asked = {"prompt": "In the", "ignore_eos": True}
+    with served(engine, tokens=3) as found:
+        assert found.post("/v1/completions", asked).json()["usage"]["completion_tokens"] == 3
+        assert (
+            found.post("/v1/completions", {**asked, "max_tokens": 2}).json()["usage"]["completion_tokens"]
+            == 2
+        )
+    with served(engine) as found:
+        assert found.post("/v1/completions", asked).json()["usage"]["completion_tokens"] == 16
 
 
 def test_a_port_that_is_taken_is_said(engine: Any) -> None:

@@ -278,6 +278,7 @@ def _batched(run: PaddedRun, work: list[Work], owners: CacheOwners) -> None:
             for answer in answers:
                 item = composer.work_of(answer.uid)
                 run.answer(item, int(answer.token), answer.logprobs)
+                item.ended = answer.finish_reason is not None
                 if item.finished:
                     held = answer.prompt_cache
                     if answer.finish_reason is None:
