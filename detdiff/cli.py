@@ -790,7 +790,7 @@ def bench(imports: tuple[str, ...], as_json: bool, changes: tuple[str, ...], **o
     Example: detdiff bench --model builtin --policy static:8 --policy continuous:8 -o measured
     """
     from detdiff.bench.figures import bench_json
-    from detdiff.commands.bench import BenchArguments, measured, split_measured, written
+    from detdiff.commands.bench import BenchArguments, goodput_of, measured, split_measured, written
     from detdiff.report.bench import bench_text
     from detdiff.report.split import split_json, split_text
 
@@ -814,7 +814,8 @@ def bench(imports: tuple[str, ...], as_json: bool, changes: tuple[str, ...], **o
     found = measured(asked, progress)
     done()
     written(found, asked)
-    _answer(as_json, lambda: bench_json(found), lambda: bench_text(found, width=_width()))
+    goodput = goodput_of(asked.goodput)
+    _answer(as_json, lambda: bench_json(found, goodput), lambda: bench_text(found, goodput, width=_width()))
 
 
 @main.command()

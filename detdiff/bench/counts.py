@@ -35,6 +35,7 @@ class Counts:
     policy lets run at a time, ``busy`` how many had a row: the rest waited for the longest, or for an arrival.
 
     ``rows_per_forward`` counts forwards by the rows computed in them. ``paths`` has calls by kernel path, where it was recorded.
+    ``drafted`` are the forwards of a draft beside them, which count nowhere else.
     """
 
     forwards: int
@@ -44,6 +45,7 @@ class Counts:
     busy: int
     rows_per_forward: tuple[tuple[int, int], ...]
     paths: tuple[tuple[str, int], ...] = ()
+    drafted: int = 0
 
     @classmethod
     def of(
@@ -84,6 +86,11 @@ def recorded(trace: Trace) -> list[ForwardShape]:
                 holding[row["request"]] = row["start"] + row["count"]
             found.append(ForwardShape(dict(rows), (line["shape"][0], line["shape"][1]), holding))
     return found
+
+
+def drafted(trace: Trace) -> int:
+    """Forwards of a trace's draft."""
+    return sum(line.get("model", "target") != "target" for line in trace.forwards())
 
 
 def kernel_paths(trace: Trace) -> dict[str, int]:

@@ -23,6 +23,12 @@ def throughput(result: PolicyResult) -> Spread | None:
     return Spread.of(values) if values else None
 
 
+def good(result: PolicyResult, limits: Goodput) -> Spread | None:
+    """Requests a second that keep the limits, over rounds."""
+    values = [run.figures.good(limits) for run in result.runs]
+    return Spread.of(values) if values else None
+
+
 def factor(result: PolicyResult, baseline: PolicyResult) -> Spread | None:
     """Throughput over that of ``baseline`` in the same round."""
     pairs = zip(result.runs, baseline.runs, strict=False)
@@ -107,6 +113,7 @@ def bench_json(measured: Measurement, goodput: Goodput | None = None) -> dict[st
         own: dict[str, Any] = {
             "policy": result.policy.name,
             "answers": result.sameness,
+            "answers_alone": result.invariance,
             "flips": result.flips,
             "counts": None if result.counts is None else _counts(result.counts),
             "counts_as_simulated": result.simulated,

@@ -7,7 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,10 @@ from detdiff.engines.record import record
 from detdiff.engines.registry import SERVER
 from detdiff.errors import PolicyUnusable
 from detdiff.scenario import Scenario
+from detdiff.trace import Trace
 
-from .counts import CacheMemory, Counts, cache_memory, kernel_paths, recorded
-from .policies import Policy
+from .counts import CacheMemory, Counts, cache_memory, drafted, kernel_paths, recorded
+from .policies import BASELINE, Policy
 from .runs import TimedRun
 from .simulate import simulate
 from .workload import Workload
@@ -30,14 +31,16 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass
 class PolicyResult:
-    """What was measured of one policy. ``divergence`` is beside serial, None for serial itself; ``simulated`` says whether the counts
-    are what was simulated, None where that was not possible, with ``why``."""
+    """What was measured of one policy. ``divergence`` is beside serial, None for serial itself, and ``own`` beside one request after the
+    other with the policy's own kernels, draft and cache, where these are others than serial's; ``simulated`` says whether the
+    counts are what was simulated, None where that was not possible, with ``why``."""
 
     policy: Policy
     runs: list[TimedRun] = field(default_factory=list)
     counts: Counts | None = None
     memory: CacheMemory | None = None
     divergence: Divergence | None = None
+    own: Divergence | None = None
     simulated: bool | None = None
     why: str = ""
     texts: list[str] = field(default_factory=list)
@@ -53,14 +56,22 @@ class PolicyResult:
     @property
     def sameness(self) -> str:
         """``identical``, ``diverges, no flip``, ``flips k of n``, or ``not compared`` where that could not be."""
-        if self.policy.name == "serial":
-            return "identical"
-        if self.divergence is None:
-            return "not compared"
-        count = len(self.divergence.requests)
-        if self.flips:
-            return f"flips {self.flips} of {count}"
-        return "identical" if self.divergence.identical else "diverges, no flip"
+        return "identical" if self.policy.name == BASELINE else _sameness(self.divergence)
+
+    @property
+    def invariance(self) -> str:
+        """The same beside one request after the other as the policy itself computes it: ``identical`` where only the batch is another one
+        and changes nothing."""
+        return self.sameness if self.own is None else _sameness(self.own)
+
+
+def _sameness(divergence: Divergence | None) -> str:
+    if divergence is None:
+        return "not compared"
+    flips, count = sum(r.flip is not None for r in divergence.requests), len(divergence.requests)
+    if flips:
+        return f"flips {flips} of {count}"
+    return "identical" if divergence.identical else "diverges, no flip"
 
 
 @dataclass
@@ -121,17 +132,19 @@ def answers(
 ) -> None:
     """Record each policy once: what it answers beside the first, and its counts beside those simulated. The traces are kept in
     ``folder``, by the policies' numbers."""
+    lengths = [(item.prompt_length, item.answer_length) for item in workload.items]
+    options = RunOptions(observe=0, durable=False)
     with ExitStack() as stack:
         where = folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="detdiff-bench-")))
-        baseline = None
+        serial: list[tuple[Scenario, Trace]] = []
         for number, result in enumerate(found):
             if progress is not None:
                 progress(f"recording {result.policy.name}", number, len(found))
-            options = RunOptions(observe=0, durable=False)
-            trace = record(result.policy.scenario, where / str(number), engine=engine, options=options)
+            scenario = result.policy.scenario
+            trace = record(scenario, where / str(number), engine=engine, options=options)
             forwards = recorded(trace)
-            result.counts = Counts.of(forwards, result.policy.at_once, kernel_paths(trace))
-            lengths = [(item.prompt_length, item.answer_length) for item in workload.items]
+            counts = Counts.of(forwards, result.policy.at_once, kernel_paths(trace))
+            result.counts = replace(counts, drafted=drafted(trace))
             result.memory = cache_memory(lengths, forwards)
             generated = trace.generated(lens=False)
             result.texts = [
@@ -139,14 +152,22 @@ def answers(
                 for n in range(len(trace.requests))
             ]
             try:
-                shapes = [(each.rows, each.shape) for each in simulate(result.policy.scenario, workload)]
+                shapes = [(each.rows, each.shape) for each in simulate(scenario, workload)]
                 result.simulated = shapes == [(each.rows, each.shape) for each in forwards]
             except PolicyUnusable as error:
                 result.why = str(error)
-            if baseline is None:
-                baseline = trace
-            else:
-                result.divergence = compare(baseline, trace)
+            if not serial:
+                serial.append((scenario, trace))
+                continue
+            result.divergence = compare(serial[0][1], trace)
+            alone = result.policy.alone(serial[0][0])
+            known = next((each for each in serial if each[0] == alone), None)
+            if known is None:
+                name = where / f"{number}-alone"
+                known = (alone, record(alone, name, engine=engine, options=options))
+                serial.append(known)
+            if known is not serial[0]:
+                result.own = compare(known[1], trace)
 
 
 def measure(

@@ -12,6 +12,11 @@ from detdiff.scenario import PathRule, Scenario, parse_flags
 
 BASELINE: Final = "serial"
 DEFAULT: Final = ("static:8", "continuous:8", "continuous:8 layout=packed")
+KEYS: Final = (
+    "schedule", "active", "layout", "row_budget", "prefill_chunk", "draft", "drafts", "kernels", "split_rows", "page_tokens",
+    "share_prefix", "kv_bits", "kv_group_size", "kv_start", "max_kv_size", "reuse_tokens",
+)  # fmt: skip
+"""What a policy can say."""
 _PAD = re.compile(r"pad:([1-9][0-9]{0,4})")
 
 
@@ -28,6 +33,14 @@ class Policy:
         schedule = self.scenario.schedule
         count = len(self.scenario.requests)
         return 1 if schedule.kind == "serial" else min(schedule.active or count, count)
+
+    def alone(self, serial: Scenario) -> Scenario:
+        """One request after the other as the policy computes it: ``serial``, unless its kernels, draft or cache say otherwise."""
+        own = self.scenario
+        plain = (serial.kernels, serial.speculation, serial.cache.kv_bits)
+        if (own.kernels, own.speculation, own.cache.kv_bits) == plain:
+            return serial
+        return replace(own, schedule=replace(own.schedule, kind="serial", active=None, row_budget=None))
 
 
 def policies(base: Scenario, asked: Sequence[str]) -> list[Policy]:
@@ -53,9 +66,15 @@ def _under(base: Scenario, name: str) -> Scenario:
     plain = {"schedule": "serial", "active": None, "row_budget": None}
     try:
         keys = parse_flags(" ".join(words))
+        wrong = next((key for key in keys if key not in KEYS), None)
+        if wrong is not None:
+            raise ScenarioError(
+                f"it says {wrong}, and policies differ in {', '.join(KEYS[:-1])} and {KEYS[-1]} alone: the rest is the same work for all of them. "
+                "Leave it out, or give it to all with --set."
+            )
         changed = base.with_changes(**{**plain, **keys})
         if pad is not None:
-            rule = PathRule(rows=f"..{pad - 1}" if pad > 1 else "1", path=f"pad:{pad}")
+            rule = PathRule(rows=f"1..{max(1, pad - 1)}", path=f"pad:{pad}")
             changed = replace(changed, kernels=replace(changed.kernels, rules=(*changed.kernels.rules, rule)))
     except ScenarioError as error:
         raise PolicyUnusable(

@@ -37,7 +37,8 @@ class Goodput:
 
 @dataclass(frozen=True)
 class RunFigures:
-    """Of one run. Times in milliseconds, by request (``itl`` by token): to the first token, between tokens after it, whole."""
+    """Of one run. Times in milliseconds, by request (``itl`` by token): to the first token, between tokens after it, whole.
+    ``lengths`` are of the answers, in tokens."""
 
     tokens: int
     seconds: float
@@ -45,6 +46,7 @@ class RunFigures:
     tpot: tuple[float, ...]
     itl: tuple[float, ...]
     e2el: tuple[float, ...]
+    lengths: tuple[int, ...]
 
     @classmethod
     def of(cls, run: TimedRun) -> RunFigures:
@@ -57,6 +59,7 @@ class RunFigures:
             tuple((each[-1] - each[0]) / (len(each) - 1) * 1000 for _, each in pairs if len(each) > 1),
             tuple(float(gap) * 1000 for _, each in pairs for gap in np.diff(each)),
             tuple((each[-1] - came) * 1000 for came, each in pairs),
+            tuple(len(each) for _, each in pairs),
         )
 
     @property
@@ -65,14 +68,15 @@ class RunFigures:
         return self.tokens / self.seconds
 
     def good(self, limits: Goodput) -> float:
-        """Requests a second that keep the limits."""
+        """Requests a second that keep the limits; one of a single token keeps any of ``tpot``, as vLLM counts it."""
         keeps = np.ones(len(self.e2el), bool)
         for name in ("ttft", "e2el"):
             limit = getattr(limits, name)
             if limit is not None:
                 keeps &= np.array(getattr(self, name)) <= limit
-        if limits.tpot is not None and len(self.tpot) == len(keeps):
-            keeps &= np.array(self.tpot) <= limits.tpot
+        if limits.tpot is not None:
+            paces = iter(self.tpot)
+            keeps &= np.array([next(paces) if n > 1 else 0.0 for n in self.lengths]) <= limits.tpot
         return float(keeps.sum()) / self.seconds
 
 

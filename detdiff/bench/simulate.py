@@ -42,12 +42,17 @@ def work_of(workload: Workload, scenario: Scenario) -> list[Work]:
 def simulate(scenario: Scenario, workload: Workload) -> list[ForwardShape]:
     """The forwards that a scenario's policy would run for the lengths of ``workload``, whatever the scenario's own requests are.
 
-    Raises PolicyUnusable for speculation, whose forwards depend on what is accepted, and for engines whose schedulers are not
+    Raises PolicyUnusable for speculation, whose forwards depend on what is accepted, for prefixes that are shared, and for engines whose schedulers are not
     at hand.
     """
     if scenario.speculation is not None:
         raise PolicyUnusable(
             "A policy with a draft cannot be simulated: how many forwards it takes depends on what the model accepts. Measure it."
+        )
+    if scenario.cache.share_prefix:
+        raise PolicyUnusable(
+            "A policy with share_prefix cannot be simulated from lengths: how many rows a prompt takes depends on what an earlier one began "
+            "with. Measure it."
         )
     work = work_of(workload, scenario)
     if scenario.engine == LLAMA:

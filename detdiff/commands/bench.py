@@ -124,7 +124,7 @@ def _environment(engine: Engine | None) -> dict[str, Any]:
 def _check(asked: BenchArguments) -> None:
     if (asked.scenario is None) == (asked.model is None):
         raise CommandError("One of the two says what is measured: a SCENARIO file, or --model. Give either.")
-    _goodput(asked.goodput)
+    goodput_of(asked.goodput)
     beside = {
         "--policy": asked.policies,
         "--simulate": asked.simulate,
@@ -143,7 +143,7 @@ def written(found: Measurement, asked: BenchArguments) -> Path | None:
     if asked.folder is None:
         return None
     asked.folder.mkdir(parents=True, exist_ok=True)
-    goodput = _goodput(asked.goodput)
+    goodput = goodput_of(asked.goodput)
     text = json.dumps(bench_json(found, goodput), indent=1, allow_nan=False)
     (asked.folder / "bench.json").write_text(text + "\n", encoding="utf-8")
     links = {}
@@ -161,7 +161,7 @@ def written(found: Measurement, asked: BenchArguments) -> Path | None:
             )
             links[result.policy.name] = name
     page = asked.folder / "bench.html"
-    page.write_text(bench_html(found, links), encoding="utf-8")
+    page.write_text(bench_html(found, links, goodput), encoding="utf-8")
     return page
 
 
@@ -230,7 +230,8 @@ def _loaded(base: Scenario, workload: Workload, engine: Engine | None, seed: int
     )
 
 
-def _goodput(given: Sequence[str]) -> Goodput | None:
+def goodput_of(given: Sequence[str]) -> Goodput | None:
+    """The limits that ``--goodput`` says. Raises CommandError."""
     limits = {}
     for each in given:
         name, _, value = each.partition(":")

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from detdiff.bench.figures import factor, throughput
+from detdiff.bench.figures import factor, good, throughput
 from detdiff.bench.measure import Measurement, PolicyResult
-from detdiff.bench.runs import Spread
+from detdiff.bench.runs import Goodput, Spread
 
 from .bench_pictures import flips_svg, latency_svg, throughput_svg
 from .document import Block, Item, Prose, Table
@@ -17,19 +17,19 @@ from .text import plain
 from .words import count, escaped
 
 
-def bench_text(measured: Measurement, *, width: int = 100) -> str:
+def bench_text(measured: Measurement, goodput: Goodput | None = None, *, width: int = 100) -> str:
     """The measurement in lines of at most ``width`` characters."""
-    return plain(bench_blocks(measured), width=width)
+    return plain(bench_blocks(measured, goodput), width=width)
 
 
-def bench_html(measured: Measurement, links: Mapping[str, str]) -> str:
+def bench_html(measured: Measurement, links: Mapping[str, str], goodput: Goodput | None = None) -> str:
     """The measurement as a page. ``links`` are the pages of divergences by policy."""
     pictures = [
         ("throughput", "Throughput against requests at once", throughput_svg(measured)),
         ("latency", "Latency by policy", latency_svg(measured)),
         ("flips", "Throughput against flips", flips_svg(measured)),
     ]
-    return measured_page(_headline(measured), bench_blocks(measured), pictures, links)
+    return measured_page(_headline(measured), bench_blocks(measured, goodput), pictures, links)
 
 
 def measured_page(
@@ -54,16 +54,17 @@ def measured_page(
     )
 
 
-def bench_blocks(measured: Measurement) -> list[Block]:
+def bench_blocks(measured: Measurement, goodput: Goodput | None = None) -> list[Block]:
     """What is said of a measurement: each figure beside what the policy answered."""
     baseline = measured.results[0]
     blocks: list[Block] = [Prose(_headline(measured))]
     blocks.append(Item("workload: ", escaped(measured.workload.source)))
     blocks.append(machine_item(measured.rounds, measured.environment))
     if any(result.runs for result in measured.results):
-        rows = tuple(_measured_row(result, baseline) for result in measured.results)
-        headers = ("policy", "answers", "tokens/s", "to serial", "TTFT ms", "TPOT ms", "p99 ITL ms")
-        blocks.append(Table(headers, rows, caption="what each policy costs, and what it does to the answers"))
+        blocks.append(_measured_table(measured.results, goodput))
+    if any(result.own is not None for result in measured.results):
+        words = "its answers beside those of one request after the other with its own kernels, draft and quantised cache"
+        blocks.append(Item("alone: ", words))
     counted = [result for result in measured.results if result.counts is not None]
     if counted:
         headers = ("policy", "forwards", "rows", "padding", "idle slots", "rows a forward", "as simulated")
@@ -106,13 +107,13 @@ def explained(result: PolicyResult, baseline: PolicyResult) -> str:
     """What part of a policy's factor over serial its forwards explain: the rest is what a forward of more rows costs."""
     assert result.counts is not None and baseline.counts is not None
     fewer = baseline.counts.forwards / max(1, result.counts.forwards)
-    words = f"{fewer:.2f} times fewer forwards than serial"
+    drafts = f" (beside {counts.drafted:,} of the draft)" if (counts := result.counts).drafted else ""
+    words = f"{fewer:.2f} times fewer forwards than serial{drafts}"
     found = factor(result, baseline)
     if found is not None:
         cost = fewer / found.median
-        words += (
-            f", measured {found.median:.2f} times its throughput: a forward took {cost:.2f} times as long"
-        )
+        drafted = ", the draft's included," if counts.drafted else ""
+        words += f", measured {found.median:.2f} times its throughput: a forward{drafted} took {cost:.2f} times as long"
     return words
 
 
@@ -135,17 +136,21 @@ def _spread(found: Spread | None, form: str = ".1f") -> str:
     return "-" if found is None else f"{found.median:{form}} ({found.low:{form}}–{found.high:{form}})"
 
 
-def _measured_row(result: PolicyResult, baseline: PolicyResult) -> tuple[str, ...]:
-    pooled = {name: result.pooled(name) for name in ("ttft", "tpot", "itl")}
-    return (
-        escaped(result.policy.name),
-        result.sameness,
-        _spread(throughput(result)),
-        _spread(factor(result, baseline), ".2f"),
-        f"{np.median(pooled['ttft']):.1f}" if pooled["ttft"] else "-",
-        f"{np.median(pooled['tpot']):.1f}" if pooled["tpot"] else "-",
-        f"{np.percentile(pooled['itl'], 99):.1f}" if pooled["itl"] else "-",
-    )
+def _measured_table(results: Sequence[PolicyResult], goodput: Goodput | None) -> Table:
+    """Columns that say nothing of any policy are left out."""
+    columns: dict[str, list[str]] = {"policy": [escaped(result.policy.name) for result in results]}
+    columns["answers"] = [result.sameness for result in results]
+    if any(result.own is not None for result in results):
+        columns["alone"] = [result.invariance for result in results]
+    columns["tokens/s"] = [_spread(throughput(result)) for result in results]
+    columns["to serial"] = [_spread(factor(result, results[0]), ".2f") for result in results]
+    if goodput is not None:
+        columns["good requests/s"] = [_spread(good(result, goodput), ".2f") for result in results]
+    for name, of, what in (("TTFT ms", "ttft", 50), ("TPOT ms", "tpot", 50), ("p99 ITL ms", "itl", 99)):
+        pooled = [result.pooled(of) for result in results]
+        columns[name] = [f"{np.percentile(values, what):.1f}" if values else "-" for values in pooled]
+    caption = "what each policy costs, and what it does to the answers"
+    return Table(tuple(columns), tuple(zip(*columns.values(), strict=True)), caption=caption)
 
 
 def _counted_row(result: PolicyResult) -> tuple[str, ...]:
@@ -153,7 +158,7 @@ def _counted_row(result: PolicyResult) -> tuple[str, ...]:
     assert counts is not None
     return (
         escaped(result.policy.name),
-        f"{counts.forwards:,}",
+        f"{counts.forwards:,}" + (f" + {counts.drafted:,}" if counts.drafted else ""),
         f"{counts.rows:,}",
         f"{counts.padding:,} ({counts.padded_share:.0%})",
         f"{counts.idle_share:.0%}",

@@ -12,7 +12,7 @@ from detdiff.bench.measure import Measurement, PolicyResult
 from detdiff.bench.runs import Spread
 from detdiff.bench.split import SplitSearch
 
-from .svg import Canvas, LinearScale, Log, Symbol, coordinate, fitted, log_range, mark
+from .svg import Canvas, LinearScale, Log, Symbol, coordinate, log_range, mark
 from .words import escaped
 
 _LEFT, _WIDTH, _TOP, _HEIGHT = 64, 620, 20.0, 190
@@ -149,14 +149,10 @@ def flips_svg(measured: Measurement) -> str:
     if not points:
         return ""
     frame = _PolicyPlot(_from_zero(points))
-    across = LinearScale(0, max(1, max(result.flips for result, _ in points)), _LEFT + 24, _WIDTH - 160)
-    words = f"answers that flip, of {len(measured.workload):,}; tokens/s"
-    frame.canvas.axis(across, _ENDS, _FLOOR, 60, words)
+    across = LinearScale(0, max(1, max(result.flips for result, _ in points)), _LEFT + 24, _WIDTH - 40)
+    frame.canvas.axis(across, _ENDS, _FLOOR, 60, "")
     for number, (result, spread) in enumerate(points):
-        x, y = across(result.flips), frame.scale(spread.median)
-        frame.point(x, spread.median, spread.median, spread.median, number)
-        name = fitted(escaped(result.policy.name), _WIDTH - x - 24)
-        frame.canvas.text(x + 8, y + 4, name, "dd-t", halo=True)
-    return frame.canvas.svg(
-        "dd-flips", "Throughput against flips", _said(points), (_WIDTH, _FLOOR + 44), False
-    )
+        frame.point(across(result.flips), spread.low, spread.median, spread.high, number)
+    legend = [(number, f"{r.policy.name}: {r.sameness}") for number, (r, _) in enumerate(points)]
+    what = f"answers that flip, of {len(measured.workload):,}; tokens/s"
+    return frame.drawn("flips", "Throughput against flips", _said(points), what, legend)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiers import examples
+from tiers import THOROUGH, examples
 
 from detdiff.bench import measure as measuring
 from detdiff.bench.counts import Counts, cache_memory, recorded
@@ -26,6 +27,7 @@ from detdiff.engines.record import record
 from detdiff.engines.registry import open_named
 from detdiff.errors import PolicyUnusable, WorkloadUnusable
 from detdiff.scenario import Scenario
+from detdiff.trace import Trace
 
 POLICIES = [
     "serial",
@@ -90,6 +92,82 @@ def test_another_scheduler_is_told_from_the_simulated_one(
     assert found[1].sameness == "identical" and found[0].texts == found[1].texts
 
 
+INVARIANT = [
+    "static:8",
+    "continuous:8",
+    "continuous:8 layout=packed",
+    "continuous:8 layout=packed batch-invariant",
+    # Above every forward's rows: linear calls go row by row, whoever is beside.
+    "continuous:8 layout=packed kernels=candle-metal split_rows=999",
+]
+
+
+def test_six_policies_are_counted_as_simulated_and_answer_as_serial_does(engine: Any, tmp_path: Path) -> None:
+    count = 32 if THOROUGH else 9
+    workload = drawn(count, Lengths.parse("exponential:6"), Lengths.parse("exponential:4"), seed=5)
+    asked = [*INVARIANT, "continuous:8 layout=packed kernels=candle-metal"]
+    found = [PolicyResult(policy) for policy in policies(scenario_of(workload), asked)]
+    measuring.answers(engine, found, workload, tmp_path)
+    assert [each.simulated for each in found] == [True] * 7
+    for number, each in enumerate(found[:-1]):
+        assert each.invariance == "identical", each.policy.name
+        alone = tmp_path / f"{number}-alone"
+        # Native kernels compute a row alike for every number of rows here; others are compared with themselves, alone.
+        assert alone.exists() == (number > 3), each.policy.name
+        if number <= 3:
+            assert each.sameness == "identical" and each.texts == found[0].texts, each.policy.name
+        else:
+            assert each.texts == texts_of(engine, alone), each.policy.name
+    # The kernels of the last change with the rows beside, and it is told from those.
+    assert found[-1].invariance != "identical"
+
+
+def texts_of(engine: Any, path: Path) -> list[str]:
+    trace = Trace.open(path)
+    tokens = trace.generated(lens=False)
+    return [
+        engine.decode([int(t) for t in tokens.token[tokens.request == n]]) for n in range(len(trace.requests))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("asked", "paths"),
+    [
+        ("continuous:3 pad:8", {"forced/pad:8"}),
+        ("continuous:3 pad:1", {"forced/pad:1"}),
+        ("static:3 split_rows=3", {"forced/rows"}),
+        ("continuous:3 layout=packed page_tokens=4 row_budget=5 prefill_chunk=3", set()),
+    ],
+)
+def test_a_policy_is_what_it_says(engine: Any, asked: str, paths: set[str]) -> None:
+    workload = drawn(4, Lengths.parse("5"), Lengths.parse("2"))
+    found = [PolicyResult(policy) for policy in policies(scenario_of(workload), [asked])]
+    measuring.answers(engine, found, workload)
+    counts = found[1].counts
+    assert counts is not None and {path for path, _ in counts.paths} == {"native", *paths}
+    assert found[1].simulated is True and found[1].sameness == "identical"
+
+
+def test_a_draft_is_counted_beside_and_shared_prefixes_are_not_simulated(engine: Any) -> None:
+    workload = drawn(3, Lengths.parse("8"), Lengths.parse("6"))
+    scenario = scenario_of(workload)
+    alike = replace(scenario.requests[1], tokens=scenario.requests[0].tokens)
+    scenario = replace(scenario, requests=(scenario.requests[0], alike, scenario.requests[2]))
+    asked = [
+        "continuous:3 layout=packed draft=builtin-draft",
+        "continuous:1 layout=packed page_tokens=4 share_prefix=true",
+    ]
+    found = [PolicyResult(policy) for policy in policies(scenario, asked)]
+    measuring.answers(engine, found, workload)
+    serial, drafted, shared = (each.counts for each in found)
+    assert serial is not None and drafted is not None and shared is not None
+    assert drafted.drafted > 0 and drafted.forwards < serial.forwards and serial.drafted == 0
+    # A page of the second prompt was there already, and another one; its last row always runs.
+    assert serial.rows - shared.rows >= 4
+    assert ["cannot be simulated" in each.why for each in found] == [False, True, True]
+    assert [each.sameness for each in found[1:]] == ["identical", "identical"]
+
+
 lengths = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 20)), min_size=1, max_size=12)
 
 
@@ -144,6 +222,8 @@ def test_figures_are_those_of_the_times() -> None:
     assert found.ttft == (500.0, 250.0) and found.e2el == (800.0, 250.0)
     assert found.tpot == (pytest.approx(150.0),) and found.itl == (pytest.approx(100.0), pytest.approx(200.0))
     assert found.good(Goodput(ttft=300)) == 0.25 and found.good(Goodput(e2el=1000)) == 0.5
+    # The request of a single token has no pace, and does not hide that the other one is too slow.
+    assert found.good(Goodput(tpot=100)) == 0.25 and found.good(Goodput(tpot=200)) == 0.5
 
 
 def test_the_result_has_the_keys_of_vllms(engine: Any) -> None:
@@ -246,6 +326,9 @@ def test_an_interrupted_measurement_keeps_its_rounds(engine: Any, monkeypatch: p
     [
         (["--policy", "fastest"], "is none that this workload can have"),
         (["--policy", "static:0"], "is none that this workload can have"),
+        (["--policy", "pad:0"], "is none that this workload can have"),
+        (["--policy", "static max_tokens=3"], "it says max_tokens, and policies differ in schedule"),
+        (["--policy", "static engine=llama.cpp"], "it says engine, and policies differ in schedule"),
         (["--prompt-lengths", "normal:3"], "is no distribution of lengths"),
         (["--answer-lengths", "uniform:9-3"], "run from 9 to 3"),
         (["--arrivals", "poisson:0"], "is no way to arrive"),
