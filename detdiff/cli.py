@@ -810,12 +810,13 @@ def bench(imports: tuple[str, ...], as_json: bool, changes: tuple[str, ...], **o
         search = split_measured(asked, progress)
         done()
         _answer(as_json, lambda: split_json(search), lambda: split_text(search, width=_width()))
-        return
+        click.get_current_context().exit(IDENTICAL if search.finished else TROUBLE)
     found = measured(asked, progress)
     done()
     written(found, asked)
     goodput = goodput_of(asked.goodput)
     _answer(as_json, lambda: bench_json(found, goodput), lambda: bench_text(found, goodput, width=_width()))
+    click.get_current_context().exit(IDENTICAL if found.finished else TROUBLE)
 
 
 @main.command()

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from detdiff.compare import Divergence, compare
-from detdiff.engines.base import TIMED, Engine, RunOptions
+from detdiff.engines.base import FORWARDS, TIMED, TOKENS, Engine, RunOptions
 from detdiff.engines.record import record
 from detdiff.engines.registry import SERVER
 from detdiff.errors import PolicyUnusable
@@ -33,7 +33,7 @@ Progress = Callable[[str, int, int], None]
 class PolicyResult:
     """What was measured of one policy. ``divergence`` is beside serial, None for serial itself, and ``own`` beside one request after the
     other with the policy's own kernels, draft and cache, where these are others than serial's; ``simulated`` says whether the
-    counts are what was simulated, None where that was not possible, with ``why``."""
+    counts are what was simulated; where that, or counting at all, was not possible they are None, and ``why`` is the reason."""
 
     policy: Policy
     runs: list[TimedRun] = field(default_factory=list)
@@ -116,11 +116,12 @@ def _served(engine: Engine, scenario: Scenario) -> TimedRun:
     """What a server's trace says of its times; recording asks nothing more of a server."""
     with tempfile.TemporaryDirectory(prefix="detdiff-bench-") as folder:
         trace = record(scenario, Path(folder) / "t", engine=engine, options=RunOptions(durable=False))
+        answers = [] if TOKENS in trace.lacks else _tokens(trace)
     times = trace.header["times"]
     tokens = [list(times["requests"].get(request.id, ())) for request in scenario.requests]
     arriving = scenario.schedule.kind == "continuous"
     came = [float(request.arrival) if arriving else 0.0 for request in scenario.requests]
-    return TimedRun(max((each[-1] for each in tokens if each), default=0.0), came, tokens)
+    return TimedRun(max((each[-1] for each in tokens if each), default=0.0), came, tokens, answers)
 
 
 def answers(
@@ -132,7 +133,6 @@ def answers(
 ) -> None:
     """Record each policy once: what it answers beside the first, and its counts beside those simulated. The traces are kept in
     ``folder``, by the policies' numbers."""
-    lengths = [(item.prompt_length, item.answer_length) for item in workload.items]
     options = RunOptions(observe=0, durable=False)
     with ExitStack() as stack:
         where = folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="detdiff-bench-")))
@@ -142,20 +142,8 @@ def answers(
                 progress(f"recording {result.policy.name}", number, len(found))
             scenario = result.policy.scenario
             trace = record(scenario, where / str(number), engine=engine, options=options)
-            forwards = recorded(trace)
-            counts = Counts.of(forwards, result.policy.at_once, kernel_paths(trace))
-            result.counts = replace(counts, drafted=drafted(trace))
-            result.memory = cache_memory(lengths, forwards)
-            generated = trace.generated(lens=False)
-            result.texts = [
-                engine.decode([int(t) for t in generated.token[generated.request == n]])
-                for n in range(len(trace.requests))
-            ]
-            try:
-                shapes = [(each.rows, each.shape) for each in simulate(scenario, workload)]
-                result.simulated = shapes == [(each.rows, each.shape) for each in forwards]
-            except PolicyUnusable as error:
-                result.why = str(error)
+            result.texts = [engine.decode(tokens) for tokens in _tokens(trace)]
+            _count(result, trace, workload)
             if not serial:
                 serial.append((scenario, trace))
                 continue
@@ -168,6 +156,28 @@ def answers(
                 serial.append(known)
             if known is not serial[0]:
                 result.own = compare(known[1], trace)
+
+
+def _count(result: PolicyResult, trace: Trace, workload: Workload) -> None:
+    if FORWARDS in trace.lacks:
+        result.why = f"{trace.lacks[FORWARDS]}."
+        return
+    forwards = recorded(trace)
+    counts = Counts.of(forwards, result.policy.at_once, kernel_paths(trace))
+    result.counts = replace(counts, drafted=drafted(trace))
+    lengths = [(item.prompt_length, item.answer_length) for item in workload.items]
+    result.memory = cache_memory(lengths, forwards)
+    try:
+        shapes = [(each.rows, each.shape) for each in simulate(result.policy.scenario, workload)]
+        result.simulated = shapes == [(each.rows, each.shape) for each in forwards]
+    except PolicyUnusable as error:
+        result.why = str(error)
+
+
+def _tokens(trace: Trace) -> list[list[int]]:
+    """Each request's answer."""
+    found = trace.generated(lens=False)
+    return [[int(t) for t in found.token[found.request == n]] for n in range(len(trace.requests))]
 
 
 def measure(

@@ -79,7 +79,7 @@ def measured(asked: BenchArguments, progress: Progress | None = None) -> Measure
         measure(engine, found, asked.rounds, seed=asked.seed, progress=progress)
         result.finished = True
     except KeyboardInterrupt:
-        if not any(each.runs for each in found):
+        if not any(each.runs or each.counts for each in found):
             raise
     environment["load_after"] = os.getloadavg()[0]
     return result

@@ -87,10 +87,16 @@ def bench_blocks(measured: Measurement, goodput: Goodput | None = None) -> list[
             whole = sum(n for _, n in paths)
             shares = ", ".join(f"{escaped(path)} {n / whole:.0%}" for path, n in paths)
             blocks.append(Item(f"kernel paths of {escaped(result.policy.name)}: ", shares))
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for result in measured.results:
         if result.why:
-            blocks.append(Item(f"not simulated, {escaped(result.policy.name)}: ", escaped(result.why)))
+            what = "not simulated" if result.counts is not None or not result.runs else "not counted"
+            reasons.setdefault((what, result.why), []).append(escaped(result.policy.name))
+    blocks += [
+        Item(f"{what}: ", f"{', '.join(names)}: {escaped(why)}") for (what, why), names in reasons.items()
+    ]
     if not measured.finished:
-        blocks.append(Item("note: ", "interrupted; what was measured until then is shown"))
+        blocks.append(interrupted([result.runs for result in measured.results], measured.rounds))
     return blocks
 
 
@@ -100,6 +106,15 @@ def machine_item(rounds: int, machine: Mapping[str, Any]) -> Item:
         "measured: ",
         f"{count(rounds, 'round')} in changing order after one to warm up, medians (least to largest); {escaped(str(machine['chip']))}, "
         f"{machine['cores']} cores, load {machine['load']:.2f} before and {machine['load_after']:.2f} after",
+    )
+
+
+def interrupted(runs: Sequence[Sequence[object]], rounds: int) -> Item:
+    """What a measurement that did not end has, of its runs by policy."""
+    whole = min(map(len, runs), default=0)
+    return Item(
+        "note: ",
+        f"interrupted after {whole} of {count(rounds, 'round')}; what was measured until then is shown",
     )
 
 

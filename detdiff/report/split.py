@@ -11,7 +11,7 @@ from detdiff.bench.runs import Spread
 from detdiff.bench.split import SplitLevel, SplitSearch, other_answers
 from detdiff.probe.measures import joined_ratio
 
-from .bench import machine_item, measured_page
+from .bench import interrupted, machine_item, measured_page
 from .bench_pictures import split_svg
 from .document import Block, Item, Prose, Table
 from .text import plain
@@ -118,7 +118,8 @@ def split_blocks(found: SplitSearch) -> list[Block]:
             )
         )
     if not found.finished:
-        blocks.append(Item("note: ", "interrupted; what was measured until then is shown"))
+        runs = [result.runs for level in found.levels for result in level.results]
+        blocks.append(interrupted(runs, found.rounds))
     return blocks
 
 

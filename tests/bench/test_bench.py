@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -302,23 +304,53 @@ def test_from_lengths_alone_no_model_is_needed(tmp_path: Path) -> None:
     )
 
 
-def test_an_interrupted_measurement_keeps_its_rounds(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    workload = drawn(2, Lengths.parse("3"), Lengths.parse("2"))
-    found = [PolicyResult(policy) for policy in policies(scenario_of(workload), ["static"])]
-    calls = []
-    sound = measuring.timed
+INTERRUPTED = """
+import os, signal, sys
+# Whoever started this may ignore the signal.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from detdiff.bench import measure
+from detdiff.cli import main
+calls, sound = [0], getattr(measure, sys.argv[1])
+def counted(*given, **more):
+    calls[0] += 1
+    if calls[0] == int(sys.argv[2]):
+        os.kill(os.getpid(), signal.SIGINT)
+    return sound(*given, **more)
+setattr(measure, sys.argv[1], counted)
+main(sys.argv[3:])
+"""
 
-    def timed(engine: Any, scenario: Scenario) -> TimedRun:
-        calls.append(scenario)
-        if len(calls) == 6:
-            raise KeyboardInterrupt
-        return sound(engine, scenario)
 
-    monkeypatch.setattr(measuring, "timed", timed)
-    with pytest.raises(KeyboardInterrupt):
-        measuring.measure(engine, found, 5)
-    # One round to warm up, then one whole round and half of the next.
-    assert sorted(len(each.runs) for each in found) == [1, 2]
+@pytest.mark.parametrize(
+    ("stage", "at", "runs", "counted"),
+    # One round to warm up, one whole and half of the next; and the second recording, before anything is timed.
+    [("timed", 6, [2, 1], 2), pytest.param("record", 2, [0, 0], 1, marks=pytest.mark.thorough)],
+)
+def test_ctrl_c_keeps_what_was_measured(
+    tmp_path: Path, stage: str, at: int, runs: list[int], counted: int
+) -> None:
+    words = [
+        "bench",
+        "--model",
+        "builtin",
+        "--requests",
+        "2",
+        "--prompt-lengths",
+        "3",
+        "--answer-lengths",
+        "2",
+    ]
+    words += ["--policy", "static", "--rounds", "5", "-o", str(tmp_path / "m"), "--json"]
+    given = [sys.executable, "-c", INTERRUPTED, stage, str(at), *words]
+    done = subprocess.run(given, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    for text in (done.stdout, (tmp_path / "m" / "bench.json").read_text()):
+        found = json.loads(text)
+        assert found["finished"] is False
+        own = [each["detdiff"] for each in found["policies"]]
+        assert sorted(each["rounds"] for each in own) == sorted(runs)
+        assert sum(each["counts"] is not None for each in own) == counted
+    assert f"interrupted after {min(runs)} of 5 rounds" in (tmp_path / "m" / "bench.html").read_text()
 
 
 @pytest.mark.parametrize(
