@@ -265,6 +265,11 @@ def main() -> None:
 @click.option("--capture", metavar="LEVEL", help="digest, full or window; short for --set capture=LEVEL.")
 @click.option("--set", "changes", metavar="KEY=VALUE", multiple=True, help="Change a key of the scenario.")
 @engine_option("--set")
+@click.option(
+    "--launch",
+    metavar="N",
+    help="Short for --set engine.processes=N: the model over N processes of this machine, by mlx-lm's own shard.",
+)
 @import_option
 @json_option
 def record(
@@ -273,6 +278,7 @@ def record(
     capture: str | None,
     changes: tuple[str, ...],
     engine: str | None,
+    launch: str | None,
     imports: tuple[str, ...],
     as_json: bool,
 ) -> None:
@@ -285,7 +291,7 @@ def record(
     from detdiff.scenario import parse_flags
 
     _import(imports)
-    for key, value in (("capture", capture), ("engine", engine)):
+    for key, value in (("capture", capture), ("engine", engine), ("engine.processes", launch)):
         if value is not None:
             changes = (*changes, f"{key}={value}")
     asked = read_scenario(scenario).with_changes(**parse_flags(_words(changes)))

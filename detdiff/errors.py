@@ -470,6 +470,10 @@ class EngineUnusable(EngineError):
     """What a factory returned is no engine, or a factory failed."""
 
 
+class ProcessLost(EngineError):
+    """One of several processes that run a model together ended, or was not heard of any more."""
+
+
 class EngineRefuses(EngineError):
     """An engine cannot run a scenario: a schedule, a layout or a setting that it does not have."""
 

@@ -229,9 +229,29 @@ def _of_layers(events: Sequence[Event]) -> str:
     return f"of layer {layers}" if layers.isdigit() else f"of layers {layers}"
 
 
+def _rank_differs(events: Sequence[Event], ids: Sequence[str]) -> str:
+    event = min(events, key=lambda each: int(each["rank"]))
+    if event.get("site") == "rows":
+        return f"process {event['rank']} runs other rows than process 0 after position {event['position']}"
+    return (
+        f"process {event['rank']} holds other bits than process 0 at {event.get('site')}.{event.get('port')}, position {event['position']}, "
+        "where both should hold the same"
+    )
+
+
+def _rank_token(events: Sequence[Event], ids: Sequence[str]) -> str:
+    event = events[0]
+    return (
+        f"process {event['rank']} chose token {event['found']} after position {event['position']} (token {event.get('index')}), where the "
+        f"others chose {event['expected']}"
+    )
+
+
 _Describe = Callable[[Sequence[Event], Sequence[str]], str]
 # Each with the numbers that an event must have. What was asked wrongly is why entries are not what they should be, so it stands first.
 _DESCRIBED: Final[dict[str, tuple[tuple[str, ...], _Describe]]] = {
+    "rank_token": (("position", "rank", "found", "expected"), _rank_token),
+    "rank_differs": (("position", "rank"), _rank_differs),
     "token_fed": (("position", "found", "expected"), _token_fed),
     "sequence": (("position",), _sequence),
     "offset": (("found", "expected"), _offset),

@@ -46,6 +46,7 @@ MODEL_FILE: Final = "model_file"
 CHOICES: Final = "choices"
 PADDING: Final = "padding"
 ADAPTERS: Final = "adapters"
+RANKS: Final = "ranks"
 # What a scenario can say.
 PACKED: Final = "packed"
 SPECULATION: Final = "speculation"

@@ -37,6 +37,8 @@ CACHE_FINDINGS: Final = (
 """Contradictions that rest on how a cache counts and keeps its entries."""
 
 CONTRADICTIONS: Final = {
+    "rank_token": "a process that chose another token than the others",
+    "rank_differs": "a process that holds other bits than another where both should hold the same",
     "token_fed": "a token that is not the row's",
     "sequence": "a row computed in another request's sequence",
     "offset": "an offset that is not the row's position",

@@ -168,7 +168,8 @@ RULES: Final[tuple[VerdictRule, ...]] = (
         "number of rows than was asked, a recurrent state that was not taken back with its rows, a turn that does not begin where what it "
         "keeps ends, lacks tokens of the chat template or has another adapter than its rows, a cache entry that is not what was written, one that a row saw and that is not its own, one of its own that it did not "
         "see, a rejected row that was read again, a prefix of other tokens, a page with two owners, drafts counted otherwise, a row fed "
-        "another token or computed in another sequence, a token chosen from another row's logits",
+        "another token or computed in another sequence, a token chosen from another row's logits, processes that should hold the same bits "
+        "or choose the same token and do not",
         "bug",
         lambda facts: bool(facts.contradictions),
         sentences.say_contradiction,
@@ -185,6 +186,17 @@ RULES: Final[tuple[VerdictRule, ...]] = (
         ("not_finite", "finite"),
         sentences.advise_bug,
         stops=("repeat", "finite"),
+    ),
+    VerdictRule(
+        "rank-outside",
+        "a model over several processes: an operation of one of them, given its own inputs and the whole model's weights, is outside the "
+        "rounding bound, and a repeat is equal",
+        "bug",
+        lambda facts: facts.result("ranks") == "outside" and facts.result("repeat") == "equal",
+        sentences.say_rank_outside,
+        ("ranks", "repeat"),
+        sentences.advise_bug,
+        stops=("repeat", "ranks"),
     ),
     VerdictRule(
         "role-outside",
@@ -465,6 +477,21 @@ RULES: Final[tuple[VerdictRule, ...]] = (
         sentences.say_outside,
         ("origin", "oracle", "repeat"),
         sentences.advise_bug,
+    ),
+    VerdictRule(
+        "ranks",
+        "a model over several processes: every operation of each, given its own inputs and the whole model's weights, is inside its rounding "
+        "bound, the all-reduce among them, so are the origins on both sides, the processes agree, and a repeat is equal",
+        "numerics",
+        lambda facts: (
+            facts.result("ranks") == "inside"
+            and facts.result("oracle") == "inside"
+            and facts.result("repeat") == "equal"
+        ),
+        sentences.say_ranks_inside,
+        ("origin", "ranks", "oracle", "repeat"),
+        sentences.advise_ranks,
+        stops=("repeat", "ranks", "oracle"),
     ),
     VerdictRule(
         "precision",

@@ -225,6 +225,23 @@ def say_cache_size(facts: Facts) -> str:
     )
 
 
+def say_rank_outside(facts: Facts) -> str:
+    return f"Not rounding: {_said(facts, 'ranks')}"
+
+
+def say_ranks_inside(facts: Facts) -> str:
+    origin = facts.origin
+    where = "" if origin is None else f" The first difference arises at {origin.site}."
+    return f"Rounding: sums of several processes are added in another order than those of one.{where} {_said(facts, 'ranks')}"
+
+
+def advise_ranks(facts: Facts) -> str:
+    return (
+        "Nothing is wrong: a model over several processes rounds at each all-reduce. Compare runs over the same number of processes where bits "
+        "must be equal."
+    )
+
+
 def say_adapter_outside(facts: Facts) -> str:
     return f"Not rounding: {_said(facts, 'adapters')}"
 

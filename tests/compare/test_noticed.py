@@ -133,6 +133,21 @@ CASES: dict[str, tuple[list[Event], str, str]] = {
         "logits_read",
         "the token after position 9 was chosen from logits that are not its row's but those of position 4 of other",
     ),
+    "a process with other bits": (
+        [{"kind": "rank_differs", "request": 0, "position": 9, "rank": 1, "site": "layers.0.mlp", "port": "out"}],
+        "rank_differs",
+        "process 1 holds other bits than process 0 at layers.0.mlp.out, position 9, where both should hold the same",
+    ),
+    "a process with other rows": (
+        [{"kind": "rank_differs", "request": 0, "position": 9, "rank": 1, "site": "rows", "port": "after"}],
+        "rank_differs",
+        "process 1 runs other rows than process 0 after position 9",
+    ),
+    "a process with another token": (
+        [{"kind": "rank_token", "request": 0, "position": 9, "index": 2, "rank": 1, "found": 7, "expected": 5}],
+        "rank_token",
+        "process 1 chose token 7 after position 9 (token 2), where the others chose 5",
+    ),
     "nobody's logits": (
         [{"kind": "logits_read", "request": 0, "position": 9, "of": -1, "at": -1}],
         "logits_read",

@@ -143,6 +143,14 @@ CASES: dict[str, tuple[Callable[[], Facts], Callable[[], Facts]]] = {
         lambda: facts(equal(), RecordedFacts(not_finite=(("b", "anchor", 3),))),
         lambda: facts(equal(), finite="finite"),
     ),
+    "rank-outside": (
+        lambda: facts(ranks="outside"),
+        lambda: facts(ranks="outside", repeat="not_run"),
+    ),
+    "ranks": (
+        lambda: facts(ranks="inside", oracle="inside", pin_kernels="not_run"),
+        lambda: facts(ranks="partly", oracle="inside", pin_kernels="not_run"),
+    ),
     "role-outside": (
         lambda: facts(two_engines(), roles="outside"),
         lambda: facts(two_engines(), roles="outside", repeat="not_run"),

@@ -122,6 +122,7 @@ VALUES |= {
     "compare",
 }
 VALUES |= {"token_fed", "sequence", "cache_missing", "cache_foreign", "logits_read"}
+VALUES |= {"rank_token", "rank_differs"}
 VALUES |= {"trim", "stale", "page", "prefix", "acceptance", "choice", "quantise", "wrap"}
 
 

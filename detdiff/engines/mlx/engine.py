@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from .cache_patches import CachePatches
     from .live import PackedLive
     from .path_changes import MinimalChangeTrials
+    from .sharded.engine import ShardedEngine
 
 
 _CAPABILITIES: Final = frozenset(
@@ -307,20 +308,26 @@ def engine_of_objects(given: Any) -> MlxEngine | str:
     return MlxEngine(LoadedModel(module, tokenizer, Path(kind), identity, config))
 
 
-def open_mlx(model: str | None, settings: Mapping[str, Any]) -> MlxEngine:
-    """The factory of the mlx engine. Its settings are ``custom_code``, true to let a model's own Python file run, and what a
-    scenario says as ``adapter_path``.
+def open_mlx(model: str | None, settings: Mapping[str, Any]) -> MlxEngine | ShardedEngine:
+    """The factory of the mlx engine. Its settings are ``custom_code``, true to let a model's own Python file run, ``processes``, over how
+    many the model is dealt out, and what a scenario says as ``adapter_path``.
 
     Raises EngineRefuses for other settings, and what ``load`` raises.
     """
-    allowed = settings.get("custom_code", False)
-    if set(settings) - {"custom_code", "adapter_path"} or not isinstance(allowed, bool):
+    allowed, processes = settings.get("custom_code", False), settings.get("processes", 1)
+    wrong = not isinstance(allowed, bool) or type(processes) is not int or not 1 <= processes <= 64
+    if set(settings) - {"custom_code", "adapter_path", "processes"} or wrong:
         raise EngineRefuses(
             f"The mlx engine was given the settings {', '.join(f'{k}={v!r}' for k, v in sorted(settings.items()))}; expected none but "
-            "custom_code, true or false: a scenario's own keys say everything else of its runs. Leave the others out."
+            "custom_code, true or false, and processes, 1 to 64: a scenario's own keys say everything else of its runs. Leave the others out."
         )
     loaded = load(model or "builtin", settings.get("adapter_path"), custom_code=allowed)
-    return MlxEngine(loaded, settings=dict(settings))
+    engine = MlxEngine(loaded, settings=dict(settings))
+    if processes == 1:
+        return engine
+    from .sharded.engine import ShardedEngine
+
+    return ShardedEngine(engine, processes, dict(settings))
 
 
 def environment() -> dict[str, Any]:

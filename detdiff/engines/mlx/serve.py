@@ -134,6 +134,8 @@ class Sessions:
                 f"{str(error).splitlines()[0].rstrip('.')}. Expected a model that mlx-lm runs: check its config.json and "
                 "the dtypes of its weights; `--debug` shows where it failed."
             ) from error
+        if models.target.share is not None:
+            target.sites = models.target.share.placed(target.sites)
         return cls(target, draft)
 
     @property

@@ -40,7 +40,7 @@ def _keeps_state(facts: Facts) -> bool:
     return not facts.stateless or facts.goes_on
 
 
-@control("fresh", after="repeat", asked_by=_keeps_state)
+@control("fresh", after="ranks", asked_by=_keeps_state)
 def fresh(case: Case) -> Outcome:
     """Result ``equal``, ``differs`` (it depends on what was served before), or ``unsteady``: other bits on every fresh
     engine, which is no matter of what was served.

@@ -11,13 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from detdiff.trace import Rows, Value
+from detdiff.trace.digest import coefficients, digest_bias, words_of
 
 from .digests import Jobs, layout_job
 from .entries import DistinctValue, KeptValues, Selection, Source
 from .forward import ForwardRecord, ForwardRows, Memory, memory
 from .ledgers import CacheCallRows, Ledgers
 from .repeated import Repeated, likeness
-from .sites import SiteMap
+from .sites import RowPart, SiteMap
 from .unread import node
 from .visible import Masks
 
@@ -31,7 +32,7 @@ class Digester:
     def __init__(self, sites: SiteMap, selection: Selection | None) -> None:
         self._sites = sites
         self._selection = selection
-        self._ledgers = Ledgers()
+        self._ledgers = Ledgers(sites.head_numbers)
         self._compact = {sites.ports[k, p] for k in (sites.head, "logits") if k for p in ("in", "out")}
         self._last: tuple[Any, ...] | None = None
         self._repeated: Repeated | None = None
@@ -40,7 +41,7 @@ class Digester:
 
     def digest(self, record: ForwardRecord) -> tuple[list[Rows], list[Event]]:
         """All rows of ``record``, grouped by which ports they have, and the cache events that were noticed."""
-        key = likeness(record) if self._selection is None else None
+        key = likeness(record) if self._selection is None and not self._sites.parts else None
         known: Mapping[int, CacheCallRows] = {}
         if self._repeated is not None:
             repeated = self._repeated.digest(record) if self._repeated.key == key else None
@@ -133,7 +134,8 @@ class Digester:
                     assert walk is not None
                 known[place] = where, walk
             where, job = known[place]
-            found.setdefault((self._kind(record, port), where.dtype, job), []).append(port)
+            key = self._kind(record, port), where.dtype, job, self._sites.parts.get(port)
+            found.setdefault(key, []).append(port)
             memories[port] = (where, axis)
         columns: list[DistinctValue] = []
         for kind in ("row", "compact", "state"):
@@ -142,10 +144,13 @@ class Digester:
                 continue
             rows, slots, cols = self._places(record, table, group[0][1][0])
             digests = Jobs.of([key[2] for key, _ in group], [key[1] for key, _ in group]).digest(slots, cols)
-            for i, (_, ports) in enumerate(group):
+            for i, ((*_, part), ports) in enumerate(group):
                 kept = None
+                source = Source(*_by_row(*memories[ports[0]]), slots, cols)
+                if part is not None:
+                    digests[:, i] = _part_digests(source, part)
                 if self._wanted(ports):
-                    kept = Source(*_by_row(*memories[ports[0]]), slots, cols).take(rows, self._keep(table))
+                    kept = source.take(rows, self._keep(table))
                 columns.append(DistinctValue(ports, rows, digests[:, i], kept))
         return columns
 
@@ -253,6 +258,21 @@ class Digester:
     def _keep(self, table: ForwardRows) -> NDArray[np.bool_]:
         assert self._selection is not None
         return self._selection.rows(table)
+
+
+def _part_digests(source: Source, part: RowPart) -> UInt64:
+    """What a part of each row adds to the digest of the whole row: its words by their places in that row."""
+    everything = np.arange(len(source.slots))
+    held = source.take(everything, np.ones(len(everything), bool))
+    if held is None:
+        return np.zeros(0, np.uint64)
+    words, itemsize = words_of(held.data), held.data.dtype.itemsize
+    places = part.words(itemsize)
+    weights = coefficients(int(places.max()) + 1)[places]
+    sums: UInt64 = (words.astype(np.uint64) * weights).sum(axis=1, dtype=np.uint64)
+    if part.biased:
+        sums += np.uint64(digest_bias(held.dtype, int(np.prod(part.shape)) * itemsize))
+    return sums
 
 
 def _by_row(where: Memory, axis: int | None) -> tuple[NDArray[Any], str]:

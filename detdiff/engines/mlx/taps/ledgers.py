@@ -25,6 +25,7 @@ Int64 = NDArray[np.int64]
 
 _LISTED: Final = 8
 _NOBODYS: Final[Mapping[int, tuple[int, int]]] = {}
+_IN_ORDER: Final[Mapping[int, Int64]] = {}
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,9 @@ def _codes(rows: UInt64, weights: UInt64) -> UInt64:
 class Ledgers:
     """The entries of all requests of a run, by request and cache."""
 
-    def __init__(self) -> None:
+    def __init__(self, head_numbers: Mapping[int, Int64] = _IN_ORDER) -> None:
+        """``head_numbers``: see ``SiteMap``."""
+        self._numbers = head_numbers
         self._of: dict[tuple[int, str], EntryLedger] = {}
         self._prefixes: dict[int, tuple[int, int]] = {}
         self._weights: UInt64 = position_weight(np.arange(1024))
@@ -149,7 +152,7 @@ class Ledgers:
 
     def _head_weights(self, heads: int) -> UInt64:
         if heads not in self._heads:
-            self._heads[heads] = head_weight(np.arange(heads))
+            self._heads[heads] = head_weight(self._numbers.get(heads, np.arange(heads)))
         return self._heads[heads]
 
     def fold(self, call: CacheCall, forward: Forward, masks: Masks) -> CacheCallRows:

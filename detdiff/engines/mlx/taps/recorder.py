@@ -206,8 +206,9 @@ class Recorder:
         self._ports = sum(len(each.ports) for each in self._maps.values())
         self._settings = settings
         capture = settings.capture
-        self._on_device = capture.digest == "device" or (
-            capture.digest == "auto" and mx.default_device() == mx.gpu
+        # What a process holds of a whole row is digested on the host.
+        self._on_device = not sites.parts and (
+            capture.digest == "device" or (capture.digest == "auto" and mx.default_device() == mx.gpu)
         )
         self._digesters = {
             model: Digester(each, settings.selection.get(model)) for model, each in self._maps.items()

@@ -175,6 +175,7 @@ class Session:
         self._sink: Sink | None = None
         self.forward: Forward | None = None
         self._stack: list[str] = []
+        self._leaf: str | None = None
         self._counts: dict[str, int] = {}
         self._states_done: set[int] = set()
         self._failed_in: str | None = None
@@ -295,10 +296,13 @@ class Session:
             if kind in ("linear", "as_linear"):
                 args = (self._selected(key, args[0]), *args[1:])
             held = self._hold_all((*args, *kw.values()))
+            self._leaf = name
             y = self._computed(key, kind, native, module, args, kw)
         except Exception:
             self._failed_in = self._failed_in or name
             raise
+        finally:
+            self._leaf = None
         y = self._injected(key, "out", y) if kind != "switch" else self._switch_injected(key, args[1], y)
         if self._sink is not None and isinstance(y, mx.array):
             if kind == "switch":
@@ -467,6 +471,18 @@ class Session:
         if self.scans is not None:
             self.scans.scan(self._where or "", self.forward, given, y, state)
         return y, state
+
+    def all_sum(self, native: Callable[..., Any], args: Any, kw: Any) -> Any:
+        """The sum of what each process has of an array, in a layer or between layers."""
+        y = native(*args, **kw)
+        if not self._active:
+            return y
+        key = self._key(f"{self._leaf or self._where or 'model'}.all_sum")
+        y = self._injected(key, "out", y)
+        if self._sink is not None:
+            given = self._hold_all(args[:1] or [kw.get("x")])
+            self._sink.site(key, "all_reduce", [("in", x) for x in given], [("out", y)], self._inside)
+        return y
 
     def _attend(self, key: str, native: Callable[..., Any]) -> Attend:
         """Attention of one call, or of one request in a packed forward: the one in these columns."""

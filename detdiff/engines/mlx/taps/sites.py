@@ -19,10 +19,12 @@ from types import ModuleType
 from typing import Any, Protocol
 
 import mlx.core as mx
+import numpy as np
 from mlx.nn.layers.base import Module
 from mlx_lm.models import cache as cache_module
 from mlx_lm.models import switch_layers
 from mlx_lm.models.cache import CacheList, make_prompt_cache
+from numpy.typing import NDArray
 
 from detdiff.engines import base
 from detdiff.errors import LayoutError
@@ -30,7 +32,16 @@ from detdiff.trace import Site
 
 Arrays = list[tuple[str, mx.array]]
 
-LINEAR_CLASSES = ("Linear", "QuantizedLinear", "QQLinear", "BitLinear")
+LINEAR_CLASSES = (
+    "Linear",
+    "QuantizedLinear",
+    "QQLinear",
+    "BitLinear",
+    "AllToShardedLinear",
+    "ShardedToAllLinear",
+    "QuantizedAllToShardedLinear",
+    "QuantizedShardedToAllLinear",
+)
 EMBEDDING_CLASSES = ("Embedding", "QuantizedEmbedding")
 SWITCH_CLASSES = ("SwitchLinear", "QuantizedSwitchLinear")
 
@@ -102,6 +113,38 @@ class DiscoveredCall:
 
 
 @dataclass(frozen=True)
+class RowPart:
+    """What a process holds of a row of the whole model: ``count`` items from ``start`` on at ``axis`` of the row's ``shape``.
+
+    ``biased``: its digest carries what dtype and length add, which the other processes' leave out.
+    """
+
+    shape: tuple[int, ...]
+    axis: int
+    start: int
+    count: int
+    biased: bool
+
+    @property
+    def places(self) -> tuple[slice, ...]:
+        """Where the part lies in an array of the row's shape."""
+        return (*([slice(None)] * self.axis), slice(self.start, self.start + self.count))
+
+    def words(self, itemsize: int) -> NDArray[np.int64]:
+        """The places of the part's 32-bit words among those of the whole row. Raises ValueError where a word is of two parts."""
+        items = np.arange(int(np.prod(self.shape))).reshape(self.shape)[self.places].reshape(-1)
+        if itemsize >= 4:
+            each = itemsize // 4
+            return (items[:, None] * each + np.arange(each)).reshape(-1)
+        each = 4 // itemsize
+        if len(items) % each or (items.reshape(-1, each) != items[::each, None] + np.arange(each)).any():
+            raise ValueError(self)
+        if (items[::each] % each).any():
+            raise ValueError(self)
+        return items[::each] // each
+
+
+@dataclass(frozen=True)
 class SiteMap:
     """A model's sites in execution order, and how taps address them.
 
@@ -111,7 +154,9 @@ class SiteMap:
     the key of a cache write to its layer; ``unrecorded`` has the class of the cache of each layer whose entries cannot
     be recorded. ``unkept`` has the side, K or V, of a
     cache write that the model itself replaces after it. ``first_site`` and ``first_port`` are their numbers in a trace of several
-    models.
+    models. ``shapes`` has the shape of each port's array when the sites were found. Where the model is a part of one that several
+    processes run, ``parts`` says which part of a whole row a port holds, and ``head_numbers`` the whole model's numbers of the heads
+    (K, then V) of a cache by how many of them this process has.
     """
 
     sites: tuple[Site, ...]
@@ -127,6 +172,9 @@ class SiteMap:
     unkept: dict[str, str] = field(default_factory=dict)
     first_site: int = 0
     first_port: int = 0
+    shapes: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    parts: dict[int, RowPart] = field(default_factory=dict)
+    head_numbers: dict[int, NDArray[np.int64]] = field(default_factory=dict)
 
     def after(self, other: SiteMap, prefix: str) -> SiteMap:
         """The map of a second model whose sites follow those of ``other`` in a trace, its sites' names after ``prefix``.
@@ -293,6 +341,7 @@ def _site_map(
     index: dict[str, int] = {}
     ports: dict[tuple[str, str], int] = {}
     axes: dict[int, int] = {}
+    shapes: dict[int, tuple[int, ...]] = {}
     n_bytes = 0
     n_ports = 0
     for call in calls:
@@ -337,6 +386,8 @@ def _site_map(
             n_ports += 1
         for name, array in (*inputs, *outputs):
             port = ports.get((call.key, name))
+            if port is not None:
+                shapes[port] = tuple(array.shape)
             axis = _row_axis(array, length)
             if port is None or axis is None:
                 continue
@@ -361,6 +412,7 @@ def _site_map(
         blocks,
         norms[-1] if norms else None,
         unknown,
+        shapes=shapes,
     )
 
 
@@ -406,6 +458,7 @@ class Taps(Protocol):
     def cache(self, native: partial[Any], cache: Any, args: Any) -> Any: ...
     def gather_sort(self, native: Callable[..., Any], args: Any) -> Any: ...
     def scan(self, kind: str, native: Callable[..., Any], args: Any, kw: Any) -> Any: ...
+    def all_sum(self, native: Callable[..., Any], args: Any, kw: Any) -> Any: ...
 
 
 def _swap(stack: contextlib.ExitStack, module: Module, methods: dict[str, Callable[..., Any]]) -> None:
@@ -460,6 +513,8 @@ def tapped(model: Module, taps: Taps) -> Iterator[None]:
             _tap_scan(stack, taps, owner, name)
         native_sort = switch_layers._gather_sort
         _set(stack, switch_layers, "_gather_sort", lambda *args: taps.gather_sort(native_sort, args))
+        native_sum = mx.distributed.all_sum
+        _set(stack, mx.distributed, "all_sum", lambda *args, **kw: taps.all_sum(native_sum, args, kw))
         yield
 
 
