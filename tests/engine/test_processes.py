@@ -220,6 +220,7 @@ def _gone(pids: list[int]) -> bool:
     return not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
+@pytest.mark.thorough
 def test_a_killed_process_ends_the_run_with_a_paragraph_and_a_readable_trace(
     pairs: Any, tmp_path: Path
 ) -> None:

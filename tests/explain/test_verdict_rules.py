@@ -147,10 +147,6 @@ CASES: dict[str, tuple[Callable[[], Facts], Callable[[], Facts]]] = {
         lambda: facts(ranks="outside"),
         lambda: facts(ranks="outside", repeat="not_run"),
     ),
-    "ranks": (
-        lambda: facts(ranks="inside", oracle="inside", pin_kernels="not_run"),
-        lambda: facts(ranks="partly", oracle="inside", pin_kernels="not_run"),
-    ),
     "role-outside": (
         lambda: facts(two_engines(), roles="outside"),
         lambda: facts(two_engines(), roles="outside", repeat="not_run"),
@@ -220,6 +216,10 @@ CASES: dict[str, tuple[Callable[[], Facts], Callable[[], Facts]]] = {
     "outside": (
         lambda: facts(oracle=oracle("outside", outside_where=[OUTSIDE])),
         lambda: facts(oracle=oracle("outside", outside_where=[OUTSIDE], precision=PRECISION)),
+    ),
+    "ranks": (
+        lambda: facts(ranks="inside", oracle="inside", pin_kernels="not_run"),
+        lambda: facts(ranks="partly", oracle="inside", pin_kernels="not_run"),
     ),
     "precision": (
         lambda: facts(oracle=oracle("outside", outside_where=[OUTSIDE], precision=PRECISION)),

@@ -59,7 +59,7 @@ class LoadedModel:
     directory that both came from. identity: see `detdiff.engines.mlx.model_directory.identity`. config: config.json, plus
     what mlx-lm adds. staged: what reference kernels have made of its weights, kept from run to run. apart: the profiles
     (None: no profile) under which the packed layout was seen to keep its requests apart. adapter: the directory of the
-    adapter that it was loaded with. share: what this process has of a model that several run (``sharded.shares.Share``).
+    adapter that it was loaded with. share: what this process has of a model that several run (``sharded.shares.ModelShare``).
     """
 
     model: Any

@@ -121,10 +121,10 @@ def join(writer: TraceWriter, traces: Sequence[Trace], shares: Sequence[SiteShar
 
     Where processes that should hold the same values do not, the forward's events say so: the first place of each, by process.
     """
-    _Join(writer, traces, shares).write()
+    _JoinedRun(writer, traces, shares).write()
 
 
-class _Join:
+class _JoinedRun:
     def __init__(self, writer: TraceWriter, traces: Sequence[Trace], shares: Sequence[SiteShares]) -> None:
         self._writer, self._traces, self._shares = writer, traces, shares
         self._joined = JoinedSites.of(shares)

@@ -43,7 +43,7 @@ class SiteShares:
     ports: tuple[PortShare, ...]
 
 
-class Share:
+class ModelShare:
     """What process ``rank`` of ``size`` has of a model whose sites were ``whole`` before it was sharded."""
 
     def __init__(self, whole: SiteMap, rank: int, size: int) -> None:

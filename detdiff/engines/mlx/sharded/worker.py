@@ -80,13 +80,13 @@ class _Served:
         from detdiff.engines.mlx.taps.session import Session
         from detdiff.engines.registry import import_before_runs
 
-        from .shares import Share, shard
+        from .shares import ModelShare, shard
 
         group = mx.distributed.init(strict=True, backend="ring")
         for name in asked.imports:
             import_before_runs(name)
         loaded = load(asked.model, custom_code=asked.custom_code)
-        share = Share(Session(loaded.model).sites, group.rank(), group.size())
+        share = ModelShare(Session(loaded.model).sites, group.rank(), group.size())
         shard(loaded.model, group)
         mx.eval(loaded.model.parameters())
         share.placed(Session(loaded.model).sites)
@@ -96,11 +96,11 @@ class _Served:
         self, connection: Connection, scenario: Scenario, options: RunOptions, folder: Path
     ) -> Mapping[str, Any]:
         """Run a scenario into the new directory ``folder``; ``(told, first of pair)`` of progress go to the parent."""
-        from detdiff.engines.mlx.engine import MlxEngine
         from detdiff.engines.record import header
+        from detdiff.engines.registry import mlx_engine
         from detdiff.trace import TraceWriter
 
-        engine = MlxEngine(self._loaded)
+        engine = mlx_engine(self._loaded)
         with ExitStack() as stack:
             begun: list[TraceWriter] = []
 
@@ -115,18 +115,13 @@ class _Served:
             others = tuple(each for each in options.faults if each not in faults)
             for fault in faults:
                 stack.enter_context(fault.in_process(self._loaded.model, self._group))
-            progress = _Progress(connection)
+
+            def progress(count: int, total: int) -> None:
+                connection.send(("token", count, total))
+
             more = engine.run(scenario, begin, replace(options, faults=others, progress=progress))
             begun[0].finish(complete=True, **more)
         return more
-
-
-class _Progress:
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-
-    def __call__(self, count: int, total: int) -> None:
-        self._connection.send(("token", count, total))
 
 
 def asked_of(arguments: Iterable[str]) -> tuple[Connection, int]:
