@@ -192,7 +192,7 @@ class ScoreDifference:
 
     ``compared`` and ``differing`` count them; ``index`` is the first step with one that differs, there of ``token``, in each
     run. ``max_abs`` and ``max_ulp`` are over all, None where none is finite; ULPs are those of ``dtype``, the narrowest that
-    holds all of them, as a trace has float32 whatever was computed.
+    holds all of them, as a trace has float32 whatever was computed; for scores that of the logits.
     """
 
     compared: int

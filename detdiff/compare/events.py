@@ -257,7 +257,8 @@ def _attributed(finding: Finding, run: RunEvents) -> Finding:
     if not done:
         return finding
     deeds = "; ".join(dict.fromkeys(deed(event, run.ids) for event in done))
-    return replace(finding, detail=f"{finding.detail}; right before, after forward {since}: {deeds}")
+    when = f"right before, after forward {since}" if earlier else "right before its first row"
+    return replace(finding, detail=f"{finding.detail}; {when}: {deeds}")
 
 
 def deed(event: Event, ids: Sequence[str]) -> str:

@@ -93,7 +93,7 @@ class RequestPair:
     ``flip`` is the first differing index or None, ``kind`` its kind, ``at`` the position of the row that chose it
     (NO_LIMIT without a flip) and ``limit`` the last position whose rows are compared: ``at``, since rows after it saw
     other tokens, unless a run was ``forced`` to tokens. ``cut`` says why the end was not compared, or None. ``scoring`` says that
-    the tokens were given; ``vectors`` are the request's embeddings, float32 [width] each.
+    the tokens were given, and ``scored_in`` in which dtype the logits were that their log-probabilities were made of; ``vectors`` are the request's embeddings, float32 [width] each.
     """
 
     id: str
@@ -110,6 +110,7 @@ class RequestPair:
     cut: str | None
     text: TextFlip | None = None
     scoring: bool = False
+    scored_in: str | None = None
     vectors: tuple[NDArray[np.float32], NDArray[np.float32]] | None = None
 
     @property
@@ -128,8 +129,10 @@ class RequestPair:
         differs = np.flatnonzero(x.view(np.uint32) != y.view(np.uint32))
         if not len(differs):
             return ScoreDifference(len(step), 0, None, None, None, None, 0.0, 0, _dtype(x, y))
-        dtype = _dtype(x, y)
+        dtype = self.scored_in or _dtype(x, y)
         found = measure(_in_dtype(x, dtype), _in_dtype(y, dtype))
+        # Log-probabilities are finer than the logits that they were made of.
+        whole = measure(Values(x, "F32"), Values(y, "F32")) if self.scored_in else found
         first = int(differs[0])
         return ScoreDifference(
             compared=len(step),
@@ -138,7 +141,7 @@ class RequestPair:
             token=int(a.top_ids[step[first], i[first]]),
             a=float(x[first]),
             b=float(y[first]),
-            max_abs=found.max_abs,
+            max_abs=whole.max_abs,
             max_ulp=found.max_ulp,
             dtype=dtype,
         )
@@ -226,9 +229,13 @@ def _dtype(*values: NDArray[np.float32]) -> str:
 
 
 def _in_dtype(values: NDArray[np.float32], dtype: str) -> Values:
+    """Rounded to the nearest, ties to even; a NaN stays one."""
     if dtype == "BF16":
-        return Values((values.view(np.uint32) >> 16).astype(np.uint16), dtype)
-    return Values(values.astype(np.float16) if dtype == "F16" else values, dtype)
+        bits = values.view(np.uint32).astype(np.uint64)
+        rounded = np.where(np.isnan(values), bits, bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        return Values(rounded.astype(np.uint16), dtype)
+    with np.errstate(over="ignore"):
+        return Values(values.astype(np.float16) if dtype == "F16" else values, dtype)
 
 
 @dataclass(frozen=True)
@@ -262,6 +269,8 @@ def pair_requests(
     generated_a, generated_b = a.generated(lens=False), b.generated(lens=False)
     vectors = [_vectors(trace) for trace in (a, b)]
     textual = all("tokens" in trace.lacks for trace in (a, b))
+    computed = {trace.header.get("scored_in") for trace in (a, b)} & {"BF16", "F16", "F32"}
+    scored_in = computed.pop() if len(computed) == 1 and tasks[0] == SCORE else None
     forced = was_forced(a) or was_forced(b)
     pairs: list[RequestPair] = []
     left_out: list[NotCompared] = []
@@ -294,7 +303,7 @@ def pair_requests(
             pair = replace(pair, vectors=(both[0], both[1]))
         elif tasks[0] == EMBED:
             pair = replace(pair, cut="not both runs have a vector of it, or of the same width")
-        pairs.append(replace(pair, scoring=tasks[0] == SCORE))
+        pairs.append(replace(pair, scoring=tasks[0] == SCORE, scored_in=scored_in))
     left_out += [NotCompared(id, "only run b has it") for id in of_b if id not in of_a]
     if not pairs:
         raise NothingComparable(_no_request(a, b, left_out))

@@ -117,7 +117,9 @@ def distance(most: float | None, ulp: int | None, dtype: str) -> str:
     """``, by at most 0.03 (12 ULP of bfloat16)``; nothing where nothing finite was measured."""
     if most is None:
         return ""
-    return f", by at most {most:.3g}" + ("" if ulp is None else f" ({_ulps(ulp)} of {dtype})")
+    if ulp is None:
+        return f", by at most {most:.3g}"
+    return f", by at most {most:.3g} ({_ulps(ulp) if ulp or not most else 'less than 1 ULP'} of {dtype})"
 
 
 def size(found: Magnitude) -> str:

@@ -65,8 +65,7 @@ def test_a_site_with_an_adapter_has_the_whole_and_the_base_within(dora: bool, tm
     kinds = {site.name: (site.kind, site.parent) for site in trace.sites}
     whole = "layers.1.self_attn.q_proj"
     assert kinds[whole][1] == "layers.1.self_attn"
-    if not dora:
-        assert kinds[f"{whole}.linear"] == ("linear", whole)
+    assert kinds[f"{whole}.linear"] == ("linear", whole)
 
 
 def test_what_is_no_adapter_is_refused(tmp_path: Path, folder: Path) -> None:

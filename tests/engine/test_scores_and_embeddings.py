@@ -117,6 +117,11 @@ def test_a_composition_that_moves_scores_is_rounding(runs: Runs) -> None:
     )
     verdict = explain(serial, static, engine=MlxEngine(loaded))
     assert verdict.kind == "numerics", verdict_text(verdict)
+    assert verdict.divergence is not None
+    sizes = [request.scores for request in verdict.divergence.requests if request.scores is not None]
+    assert all(size.dtype == "BF16" and (size.max_ulp or 0) < 64 for size in sizes) and any(
+        s.differing for s in sizes
+    )
     content = verdict.control("neighbour_content")
     assert content is not None and content.result == "equal"
 

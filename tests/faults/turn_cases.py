@@ -334,7 +334,7 @@ def sink_evicted(seed: int) -> TurnTrial:
 
 
 def adapter_left_on(seed: int, folder: Path) -> TurnTrial:
-    """One layer's adapter goes on computing in a turn that is to be without it."""
+    """One layer's adapter, LoRA or DoRA, goes on computing in a turn that is to be without it."""
     layer, name = seed % 2, ("q_proj", "v_proj")[seed // 2 % 2]
 
     def switch(native: Call) -> Call:
@@ -344,7 +344,7 @@ def adapter_left_on(seed: int, folder: Path) -> TurnTrial:
 
         return injected
 
-    of = adapted(tiny("llama", seed=seed), write_adapter(tiny("llama"), folder / str(seed), seed=seed))
+    of = adapted(tiny("llama", seed=seed), write_adapter(tiny("llama"), folder / str(seed), dora=seed % 4 > 1, seed=seed))
     return TurnTrial(
         *sides(talk(seed, {"use_adapter": False})),
         of,

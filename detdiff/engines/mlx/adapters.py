@@ -71,8 +71,16 @@ def _make_switchable(model: Any) -> None:
 
 
 def _switchable(cls: type) -> type:
+    from mlx_lm.tuner.dora import DoRALinear
+
     def call(self: Any, *args: Any, **kw: Any) -> Any:
-        return self.linear(*args, **kw) if self.adapter_off else cls.__call__(self, *args, **kw)
+        if self.adapter_off:
+            return self.linear(*args, **kw)
+        if issubclass(cls, DoRALinear):
+            # It takes the base's weights and never calls it, so that there would be no site to tell an adapter that is left on by.
+            # MLX computes this only where it is recorded.
+            self.linear(*args, **kw)
+        return cls.__call__(self, *args, **kw)
 
     if cls not in _BY_CLASS:
         members = {"__module__": cls.__module__, "__call__": call, "adapter_off": False}

@@ -420,6 +420,8 @@ def _run(scenario: Scenario, models: Models, begin: Begin, options: RunOptions) 
     if any(item.before for item in work):
         # The conversations of later turns were not known when the trace was begun.
         more["requests"] = _requests(scenario, work)
+    if recorder.scored_in is not None:
+        more["scored_in"] = recorder.scored_in
     if recorder.unrecorded:
         more["lacks"] = {"cache": unrecorded_caches(recorder.unrecorded)}
     return {"times": times, "observer": observer, **more}

@@ -337,6 +337,7 @@ class TransformersEngine:
                 "forwards": recorder.forwards,
             },
             "observer": {"forwards": len(logits), "equal": equal if logits else None},
+            **({} if recorder.scored_in is None else {"scored_in": recorder.scored_in}),
         }
 
     def timed(

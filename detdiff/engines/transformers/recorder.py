@@ -25,6 +25,7 @@ from .sites import TorchSite, TorchSites
 UInt64 = NDArray[np.uint64]
 Int64 = NDArray[np.int64]
 _BITS = {"torch.bfloat16": ("int16", np.uint16, "BF16")}
+_SCORED_IN = {"torch.bfloat16": "BF16", "torch.float16": "F16", "torch.float32": "F32"}
 _PLAIN = {
     "torch.bool": "BOOL",
     "torch.float16": "F16",
@@ -106,6 +107,8 @@ class TorchRecorder:
             for n, port in enumerate(ports_of(each.site for each in sites.sites))
         }
         self._texts: set[int] = set()
+        self.scored_in: str | None = None
+        """The dtype of the logits that log-probabilities of given tokens were made of."""
         self.forwards = 0
         self.rows = 0
 
@@ -252,6 +255,7 @@ class TorchRecorder:
         index = self._table.position[chosen] - prompts[slots] + 1
         given = [batch.scored[slot][n] for slot, n in zip(slots.tolist(), index.tolist(), strict=True)]
         rows = self._picked(chosen, logits).float().cpu().numpy()
+        self.scored_in = _SCORED_IN.get(str(logits.dtype))
         ids, found = scores(rows, given, self._top)
         for token in dict.fromkeys(given):
             self._see(token)

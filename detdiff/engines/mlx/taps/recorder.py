@@ -22,6 +22,7 @@ from .digests import device_entries, device_rows
 from .entries import Selection, cache_call
 from .forward import (
     DRAFT,
+    DTYPE_NAMES,
     TARGET,
     CacheCall,
     Forward,
@@ -223,6 +224,8 @@ class Recorder:
         self._states = TurnStates() if 0 in settings.prompt_lengths else None
         self._cache: Sequence[Any] = ()
         self.unrecorded: dict[int, str] = dict(sites.unrecorded)
+        self.scored_in: str | None = None
+        """The dtype of the logits that log-probabilities of given tokens were made of."""
         """The class of the cache of each layer of the target whose entries are not recorded."""
         self.forwards = 0
         self.rows = 0
@@ -507,6 +510,7 @@ class Recorder:
         k = self._settings.capture.top
         chosen = as_float32(record.logits)[slots, columns]
         if self._settings.scored:
+            self.scored_in = DTYPE_NAMES[record.logits.dtype]
             given = [
                 self._settings.scored[request][position - self._settings.prompt_lengths[request] + 1]
                 for request, position in zip(requests.tolist(), positions.tolist(), strict=True)
