@@ -153,9 +153,21 @@ def same_drafts(a: Trace, b: Trace) -> bool:
     )
 
 
-def _kept(trace: Trace, numbers: list[int]) -> tuple[Int64, Int64]:
-    """(keys, rows) of the rows that later turns kept of earlier ones, under the later turn; the target's alone."""
+def _kept(trace: Trace, numbers: list[int], drafts: bool) -> tuple[Int64, Int64]:
+    """(keys, rows) of the rows that later turns kept of earlier ones, under the later turn; the target's, and those of ``drafts``."""
     rows = trace.row_index()
+    drafted = rows.phase == PHASES.index("draft")
+    found = [_kept_rows(trace, numbers, np.flatnonzero(~drafted), 0)]
+    if drafts:
+        found.append(_kept_rows(trace, numbers, np.flatnonzero(drafted), len(numbers)))
+    keys, kept = (np.concatenate(each) for each in zip(*found, strict=True))
+    return keys, kept
+
+
+def _kept_rows(trace: Trace, numbers: list[int], of: Int64, first: int) -> tuple[Int64, Int64]:
+    """The same of one model, whose rows are ``of`` and whose streams begin at ``first``."""
+    rows = trace.row_index()
+    requests, positions = rows.request[of], rows.position[of]
     tables: dict[int, dict[int, int]] = {}
     keys: list[int] = []
     found: list[int] = []
@@ -163,12 +175,12 @@ def _kept(trace: Trace, numbers: list[int]) -> tuple[Int64, Int64]:
         if event["event"] != "turn" or not event["kept"]:
             continue
         number, before = event["request"], event["from"]
-        mine = np.flatnonzero((rows.request == before) & (rows.phase != PHASES.index("draft")))
+        mine = np.flatnonzero(requests == before)
         # The last write of each position.
-        table = tables.get(before, {}) | dict(zip(rows.position[mine].tolist(), mine.tolist(), strict=True))
+        table = tables.get(before, {}) | dict(zip(positions[mine].tolist(), of[mine].tolist(), strict=True))
         tables[number] = {at: row for at, row in table.items() if at < event["kept"]}
         if number in numbers:
-            stream = numbers.index(number)
+            stream = first + numbers.index(number)
             keys += [stream << 32 | at for at in tables[number]]
             found += tables[number].values()
     return np.array(keys, dtype=np.int64), np.array(found, dtype=np.int64)
@@ -199,7 +211,7 @@ def _surviving(trace: Trace, numbers: list[int], limits: _LastPositions, drafts:
         superseded,
         int(np.count_nonzero(after)),
     )
-    keys, kept = _kept(trace, numbers)
+    keys, kept = _kept(trace, numbers, drafts)
     new = ~np.isin(keys, found.key)
     if not new.any():
         return found

@@ -185,3 +185,20 @@ def test_padded_and_packed_speculation_give_the_same_bits(sound: Trace, runs: Ru
     )
     divergence = compare(sound, padded)
     assert divergence.identical and not divergence.bookkeeping
+
+
+def test_rows_that_a_draft_kept_of_the_turn_before_are_compared(runs: Runs) -> None:
+    turns = [{"tokens": [11, 12], "rewind": 2}, {"tokens": [3]}]
+    keys = {"model": "tiny", "layout": "packed", "draft": "tiny", "drafts": 3, "max_tokens": 6}
+    kept = Scenario.from_dict({**keys, "request": [{"id": "r0", "tokens": [5, 9, 2, 7, 1], "turn": turns}]})
+    fresh, of = kept.with_changes(turns="fresh"), {"draft": drafting(seed=5)}
+    b = runs.record(model("llama"), kept, **of)
+    sound = compare(runs.record(model("llama"), fresh, **of), b)
+    assert sound.identical
+    # Every position of the conversation, though the later turn ran the newest alone.
+    assert [each.draft.rows for each in sound.requests if each.draft] == [10, 16, 23]
+    wrong = InjectedFault("draft.layers.1.mlp.up_proj", 1, 3)
+    options = RecordOptions(observe=0, faults=(wrong,))
+    found = compare(runs.record(model("llama"), fresh, options, **of), b).request("r0/2")
+    assert found.draft is not None and found.draft.differing > 0 and found.differing == 0
+    assert found.origin is not None and (found.origin.site, found.origin.position) == (wrong.site, 3)

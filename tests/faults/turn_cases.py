@@ -344,7 +344,10 @@ def adapter_left_on(seed: int, folder: Path) -> TurnTrial:
 
         return injected
 
-    of = adapted(tiny("llama", seed=seed), write_adapter(tiny("llama"), folder / str(seed), dora=seed % 4 > 1, seed=seed))
+    of = adapted(
+        tiny("llama", seed=seed),
+        write_adapter(tiny("llama"), folder / str(seed), dora=seed % 4 > 1, seed=seed),
+    )
     return TurnTrial(
         *sides(talk(seed, {"use_adapter": False})),
         of,
