@@ -755,6 +755,13 @@ def serve(
     "--rounds", metavar="N", type=click.IntRange(1), default=3, show_default=True, help="Timed rounds."
 )
 @click.option(
+    "--clock",
+    type=click.Choice(["wall", "processor"]),
+    default="wall",
+    show_default=True,
+    help="What seconds are: those that pass, or those that this process computes, which other jobs do not lengthen.",
+)
+@click.option(
     "--simulate", is_flag=True, help="Only count: forwards, padding and memory, from lengths alone."
 )
 @click.option(

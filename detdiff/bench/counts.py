@@ -32,7 +32,7 @@ class ForwardShape:
 @dataclass(frozen=True)
 class Counts:
     """``rows`` are those of requests, ``padding`` those computed beside them. ``slots`` sums over forwards how many requests the
-    policy lets run at a time, ``busy`` how many had a row: the rest waited for the longest, or for an arrival.
+    policy lets run at a time, ``busy`` how many had a row: the rest waited for the longest, or for an arrival. No slots: that cannot be said.
 
     ``rows_per_forward`` counts forwards by the rows computed in them. ``paths`` has calls by kernel path, where it was recorded.
     ``drafted`` are the forwards of a draft beside them, which count nowhere else.

@@ -129,7 +129,12 @@ def bench_json(measured: Measurement, goodput: Goodput | None = None) -> dict[st
     return {
         "schema": SCHEMA,
         "finished": measured.finished,
-        "workload": {"source": measured.workload.source, "requests": len(measured.workload)},
+        "workload": {
+            "source": measured.workload.source,
+            "requests": len(measured.workload),
+            "input_lens": [item.prompt_length for item in measured.workload.items],
+            "output_lens": [item.answer_length for item in measured.workload.items],
+        },
         "environment": measured.environment,
         "policies": policies,
     }

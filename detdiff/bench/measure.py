@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from detdiff.compare import Divergence, compare
 from detdiff.engines.base import FORWARDS, TIMED, TOKENS, Engine, RunOptions
@@ -85,8 +85,17 @@ class Measurement:
     finished: bool = False
 
 
-def timed(engine: Engine, scenario: Scenario) -> TimedRun:
-    """Run a scenario without recording. Raises PolicyUnusable for an engine that cannot."""
+WALL: Final = "wall"
+CLOCKS: Final[Mapping[str, Callable[[], float]]] = {WALL: time.perf_counter, "processor": time.process_time}
+"""What seconds are: those that pass, or those that this process's threads compute, which no other job lengthens."""
+
+
+def timed(engine: Engine, scenario: Scenario, clock: str = WALL) -> TimedRun:
+    """Run a scenario without recording, in seconds of a clock of `CLOCKS`; arrivals and servers have the wall's alone.
+
+    Raises PolicyUnusable for an engine that cannot.
+    """
+    now = CLOCKS[clock]
     run: Any = getattr(engine, "timed", None)
     if engine.name == SERVER:
         return _served(engine, scenario)
@@ -97,18 +106,18 @@ def timed(engine: Engine, scenario: Scenario) -> TimedRun:
         )
     tokens: list[list[float]] = [[] for _ in scenario.requests]
     said: list[list[int]] = [[] for _ in scenario.requests]
-    started = time.perf_counter()
+    started = now()
 
     def on_start() -> None:
         nonlocal started
-        started = time.perf_counter()
+        started = now()
 
     def on_token(request: int, token: int) -> None:
-        tokens[request].append(time.perf_counter() - started)
+        tokens[request].append(now() - started)
         said[request].append(token)
 
     came = run(scenario, on_start, on_token)
-    seconds = time.perf_counter() - started
+    seconds = now() - started
     return TimedRun(seconds, [0.0 if each is None else each - started for each in came], tokens, said)
 
 
@@ -163,7 +172,7 @@ def _count(result: PolicyResult, trace: Trace, workload: Workload) -> None:
         result.why = f"{trace.lacks[FORWARDS]}."
         return
     forwards = recorded(trace)
-    counts = Counts.of(forwards, result.policy.at_once, kernel_paths(trace))
+    counts = Counts.of(forwards, result.policy.slots, kernel_paths(trace))
     result.counts = replace(counts, drafted=drafted(trace))
     lengths = [(item.prompt_length, item.answer_length) for item in workload.items]
     result.memory = cache_memory(lengths, forwards)
@@ -186,6 +195,7 @@ def measure(
     rounds: int,
     *,
     seed: int = 0,
+    clock: str = WALL,
     progress: Progress | None = None,
 ) -> None:
     """Time every policy once in each round, after one that only warms up; the order changes from round to round.
@@ -207,7 +217,7 @@ def measure(
                     done,
                     total,
                 )
-            run = timed(engine, result.policy.scenario)
+            run = timed(engine, result.policy.scenario, clock)
             done += 1
             if number:
                 result.runs.append(run)

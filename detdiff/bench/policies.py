@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from detdiff.errors import PolicyUnusable, ScenarioError
-from detdiff.scenario import PathRule, Scenario, parse_flags
+from detdiff.scenario import LLAMA, PathRule, Scenario, parse_flags
 
 BASELINE: Final = "serial"
 DEFAULT: Final = ("static:8", "continuous:8", "continuous:8 layout=packed")
@@ -33,6 +33,12 @@ class Policy:
         schedule = self.scenario.schedule
         count = len(self.scenario.requests)
         return 1 if schedule.kind == "serial" else min(schedule.active or count, count)
+
+    @property
+    def slots(self) -> int:
+        """The same for what a forward is: 0 where llama.cpp computes a batch as several, and who has no row in one may have some in the next."""
+        apart = self.scenario.engine == LLAMA and not self.scenario.engine_settings.get("unified", False)
+        return 0 if apart and self.at_once > 1 else self.at_once
 
     def alone(self, serial: Scenario) -> Scenario:
         """One request after the other as the policy computes it: ``serial``, unless its kernels, draft or cache say otherwise."""

@@ -12,7 +12,7 @@ from detdiff.probe.measures import RowCosts
 from detdiff.scenario import Scenario
 
 from .figures import factor
-from .measure import PolicyResult, Progress, measure
+from .measure import CLOCKS, PolicyResult, Progress, measure
 from .policies import policies
 from .runs import Spread
 
@@ -102,8 +102,9 @@ def find_split(engine: Engine, search: SplitSearch, seed: int = 0, progress: Pro
         if progress is not None:
             progress("what calls of M rows cost", 0, 1)
         rows = (1, *(level.at_once for level in search.levels))
-        search.costs = engine.row_costs(search.levels[-1].whole.policy.scenario, rows)
-    measure(engine, results, search.rounds, seed=seed, progress=progress)
+        clock = CLOCKS[search.environment["clock"]]
+        search.costs = engine.row_costs(search.levels[-1].whole.policy.scenario, rows, clock)
+    measure(engine, results, search.rounds, seed=seed, clock=search.environment["clock"], progress=progress)
     search.finished = True
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from detdiff.bench.counts import Counts, cache_memory
 from detdiff.bench.figures import bench_json
-from detdiff.bench.measure import Measurement, PolicyResult, Progress, answers, measure
+from detdiff.bench.measure import WALL, Measurement, PolicyResult, Progress, answers, measure
 from detdiff.bench.policies import DEFAULT, policies
 from detdiff.bench.runs import Goodput
 from detdiff.bench.simulate import simulate
@@ -22,7 +22,7 @@ from detdiff.bench.split import LEVELS, SplitSearch, find_split, split_levels
 from detdiff.bench.workload import AT_ONCE, Lengths, Workload, drawn, read
 from detdiff.compare import series
 from detdiff.engines.base import Engine, chip
-from detdiff.engines.registry import open_engine
+from detdiff.engines.registry import SERVER, open_engine
 from detdiff.errors import CommandError, PolicyUnusable
 from detdiff.report.bench import bench_html
 from detdiff.report.build import build
@@ -54,6 +54,7 @@ class BenchArguments:
     goodput: tuple[str, ...]
     folder: Path | None
     find_split: bool = False
+    clock: str = WALL
 
 
 def measured(asked: BenchArguments, progress: Progress | None = None) -> Measurement:
@@ -65,9 +66,10 @@ def measured(asked: BenchArguments, progress: Progress | None = None) -> Measure
     base = _base(asked)
     engine = None if asked.simulate else open_engine(base)
     workload = _workload(asked, engine)
+    _check_clock(asked.clock, workload, engine)
     scenario = _loaded(base, workload, engine, asked.seed)
     found = [PolicyResult(policy) for policy in policies(scenario, asked.policies or DEFAULT)]
-    environment = _environment(engine)
+    environment = _environment(engine, asked.clock)
     result = Measurement(workload, found, 0 if asked.simulate else asked.rounds, environment)
     if engine is None:
         _simulate(asked, found, workload)
@@ -76,7 +78,7 @@ def measured(asked: BenchArguments, progress: Progress | None = None) -> Measure
     folder = None if asked.folder is None else asked.folder / "traces"
     try:
         answers(engine, found, workload, folder, progress)
-        measure(engine, found, asked.rounds, seed=asked.seed, progress=progress)
+        measure(engine, found, asked.rounds, seed=asked.seed, clock=asked.clock, progress=progress)
         result.finished = True
     except KeyboardInterrupt:
         if not any(each.runs or each.counts for each in found):
@@ -91,9 +93,13 @@ def split_measured(asked: BenchArguments, progress: Progress | None = None) -> S
     base = _base(asked)
     engine = open_engine(base)
     workload = _workload(replace(asked, requests=asked.requests or LEVELS[-1]), engine)
+    _check_clock(asked.clock, workload, engine)
     scenario = _loaded(base, workload, engine, asked.seed)
     found = SplitSearch(
-        split_levels(scenario, engine, len(workload)), asked.rounds, workload.source, _environment(engine)
+        split_levels(scenario, engine, len(workload)),
+        asked.rounds,
+        workload.source,
+        _environment(engine, asked.clock),
     )
     found.environment["reference"] = base.kernels.profile is not None
     try:
@@ -110,13 +116,23 @@ def split_measured(asked: BenchArguments, progress: Progress | None = None) -> S
     return found
 
 
-def _environment(engine: Engine | None) -> dict[str, Any]:
+def _check_clock(clock: str, workload: Workload, engine: Engine | None) -> None:
+    served = engine is not None and engine.name == SERVER
+    if clock != WALL and (served or any(item.arrival for item in workload.items)):
+        raise CommandError(
+            f"--clock {clock} counts what this process computes, and says nothing of a server's work, nor of waiting for arrivals. Leave it out, "
+            "or measure requests at once on an engine in this process."
+        )
+
+
+def _environment(engine: Engine | None, clock: str) -> dict[str, Any]:
     return {
         "date": datetime.now().strftime("%Y%m%d-%H%M%S"),
         "chip": chip(),
         "cores": os.cpu_count(),
         "load": os.getloadavg()[0],
         "load_after": os.getloadavg()[0],
+        "clock": clock,
         **({} if engine is None else {"engine": engine.environment()}),
     }
 
@@ -173,7 +189,7 @@ def _simulate(asked: BenchArguments, found: Sequence[PolicyResult], workload: Wo
         except PolicyUnusable as error:
             result.why = str(error)
             continue
-        result.counts = Counts.of(forwards, result.policy.at_once)
+        result.counts = Counts.of(forwards, result.policy.slots)
         result.memory = cache_memory(lengths, forwards, asked.page, asked.budget)
 
 

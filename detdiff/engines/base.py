@@ -80,7 +80,7 @@ TRACE_CAPABILITIES: Final = (
 """The keys of a trace header's ``lacks``."""
 
 if TYPE_CHECKING:
-    from detdiff.probe.measures import RowCosts
+    from detdiff.probe.measures import Clock, RowCosts
 
 Progress = Callable[[int, int], None]  # tokens generated so far, tokens at most
 Begin = Callable[[Mapping[str, Any]], TraceWriter]
@@ -104,8 +104,8 @@ class RunsUnrecorded(Protocol):
 class CostsRows(Protocol):
     """What an engine has that can tell what a call of M rows costs."""
 
-    def row_costs(self, scenario: Scenario, rows: Sequence[int]) -> Sequence[RowCosts]:
-        """Times of every M of ``rows``, which start with 1, under the scenario's kernel profile; ``split_rows`` is left out."""
+    def row_costs(self, scenario: Scenario, rows: Sequence[int], now: Clock) -> Sequence[RowCosts]:
+        """Times, by ``now``, of every M of ``rows``, which start with 1, under the scenario's kernel profile; ``split_rows`` is left out."""
 
 
 @dataclass(frozen=True)

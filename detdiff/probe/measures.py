@@ -116,6 +116,7 @@ def ulp(numbers: Float64, dtype: str) -> Float64:
     return np.ldexp(np.ones_like(numbers), exponents - digits)
 
 
+Clock = Callable[[], float]
 BUDGET = 2.0  # seconds in all
 FEWEST, MOST = 5, 101  # rounds
 CLEAR = 0.05  # a smaller difference from row by row counts as none
@@ -151,13 +152,17 @@ class CallTime:
         return self.ratio >= 1 + CLEAR
 
 
-def measure(operation: ProbedOperation, content: RowContent, rows: Sequence[int]) -> tuple[CallTime, ...]:
-    """Times every M of ``rows``, which start with 1."""
+def measure(
+    operation: ProbedOperation, content: RowContent, rows: Sequence[int], now: Clock = perf_counter
+) -> tuple[CallTime, ...]:
+    """Times every M of ``rows``, which start with 1, in seconds of ``now``."""
     given = {m: operation.given(content.rows[:m]) for m in rows}
-    return call_times(lambda m: operation.run(given[m]), rows)
+    return call_times(lambda m: operation.run(given[m]), rows, now)
 
 
-def call_times(call: Callable[[int], object], rows: Sequence[int]) -> tuple[CallTime, ...]:
+def call_times(
+    call: Callable[[int], object], rows: Sequence[int], now: Clock = perf_counter
+) -> tuple[CallTime, ...]:
     """Times ``call(m)`` for every M of ``rows``, which start with 1. Each round calls all M once, in a new order."""
     for m in rows:
         call(m)
@@ -168,9 +173,9 @@ def call_times(call: Callable[[int], object], rows: Sequence[int]) -> tuple[Call
     while done < FEWEST or (done < MOST and perf_counter() - start < BUDGET):
         for place in order.permutation(len(rows)).tolist():
             m = rows[place]
-            before = perf_counter()
+            before = now()
             call(m)
-            taken[m].append(perf_counter() - before)
+            taken[m].append(now() - before)
         done += 1
     return tuple(_time(m, taken[m], taken[1]) for m in rows)
 
@@ -201,13 +206,15 @@ class RowCosts:
     times: tuple[CallTime, ...]
 
 
-def costs_of(shapes: Iterable[tuple[str, int, ProbeTarget]], rows: Sequence[int]) -> list[RowCosts]:
+def costs_of(
+    shapes: Iterable[tuple[str, int, ProbeTarget]], rows: Sequence[int], now: Clock
+) -> list[RowCosts]:
     """Of (shape, how many sites have it, one of them)."""
     found = []
     for shape, count, target in shapes:
         operation = target.operation(0)
         content = RowContent.of_seed(0, rows[-1], operation)
-        found.append(RowCosts(shape, count, measure(operation, content, rows)))
+        found.append(RowCosts(shape, count, measure(operation, content, rows, now)))
     return found
 
 

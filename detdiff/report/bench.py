@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from detdiff.bench.figures import factor, good, throughput
-from detdiff.bench.measure import Measurement, PolicyResult
+from detdiff.bench.measure import WALL, Measurement, PolicyResult
 from detdiff.bench.runs import Goodput, Spread
 
 from .bench_pictures import flips_svg, latency_svg, throughput_svg
@@ -59,7 +59,8 @@ def bench_blocks(measured: Measurement, goodput: Goodput | None = None) -> list[
     baseline = measured.results[0]
     blocks: list[Block] = [Prose(_headline(measured))]
     blocks.append(Item("workload: ", escaped(measured.workload.source)))
-    blocks.append(machine_item(measured.rounds, measured.environment))
+    if measured.rounds:
+        blocks.append(machine_item(measured.rounds, measured.environment))
     if any(result.runs for result in measured.results):
         blocks.append(_measured_table(measured.results, goodput))
     if any(result.own is not None for result in measured.results):
@@ -102,9 +103,10 @@ def bench_blocks(measured: Measurement, goodput: Goodput | None = None) -> list[
 
 def machine_item(rounds: int, machine: Mapping[str, Any]) -> Item:
     """Where and how often was measured."""
+    clock = "" if machine["clock"] == WALL else "seconds of this process's threads, "
     return Item(
         "measured: ",
-        f"{count(rounds, 'round')} in changing order after one to warm up, medians (least to largest); {escaped(str(machine['chip']))}, "
+        f"{clock}{count(rounds, 'round')} in changing order after one to warm up, medians (least to largest); {escaped(str(machine['chip']))}, "
         f"{machine['cores']} cores, load {machine['load']:.2f} before and {machine['load_after']:.2f} after",
     )
 
@@ -176,7 +178,7 @@ def _counted_row(result: PolicyResult) -> tuple[str, ...]:
         f"{counts.forwards:,}" + (f" + {counts.drafted:,}" if counts.drafted else ""),
         f"{counts.rows:,}",
         f"{counts.padding:,} ({counts.padded_share:.0%})",
-        f"{counts.idle_share:.0%}",
+        f"{counts.idle_share:.0%}" if counts.slots else "-",
         f"{(counts.rows + counts.padding) / max(1, counts.forwards):.1f}",
         {True: "yes", False: "no", None: "-"}[result.simulated],
     )

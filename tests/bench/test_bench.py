@@ -304,6 +304,18 @@ def test_from_lengths_alone_no_model_is_needed(tmp_path: Path) -> None:
     )
 
 
+def test_seconds_are_those_of_the_clock_that_was_asked_for(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ticks = iter(range(100))
+    monkeypatch.setattr(measuring, "CLOCKS", {"wall": lambda: 7.0, "processor": lambda: float(next(ticks))})
+    scenario = scenario_of(drawn(1, Lengths.parse("3"), Lengths.parse("4")))
+    # Asked when this begins, when the engine is ready, for each token, and at the end.
+    run = measuring.timed(engine, scenario, "processor")
+    assert run.tokens == [[1.0, 2.0, 3.0, 4.0]] and run.seconds == 5.0
+    assert measuring.timed(engine, scenario).seconds == 0.0
+
+
 INTERRUPTED = """
 import os, signal, sys
 # Whoever started this may ignore the signal.
@@ -365,6 +377,7 @@ def test_ctrl_c_keeps_what_was_measured(
         (["--answer-lengths", "uniform:9-3"], "run from 9 to 3"),
         (["--arrivals", "poisson:0"], "is no way to arrive"),
         (["--goodput", "speed:3"], "expected ttft:MS"),
+        (["--clock", "processor", "--arrivals", "poisson:1"], "nor of waiting for arrivals"),
         (["--workload", "none.jsonl"], "cannot be read"),
     ],
 )

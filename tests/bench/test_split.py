@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from detdiff.probe.measures import CallTime, RowCosts, joined_ratio
 from detdiff.report.split import headline, split_html, split_text
 from detdiff.scenario import Scenario
 
-MACHINE = {"chip": "a chip", "cores": 2, "load": 0.0, "load_after": 0.0}
+MACHINE = {"chip": "a chip", "cores": 2, "load": 0.0, "load_after": 0.0, "clock": "wall"}
 
 
 def scenario_of(count: int, **keys: Any) -> Scenario:
@@ -38,7 +39,7 @@ def engine() -> Any:
 def searched(engine: Any, monkeypatch: pytest.MonkeyPatch, seconds: Any) -> SplitSearch:
     """A search whose runs take ``seconds(requests at once, how)``."""
 
-    def timed(_: Any, scenario: Scenario) -> TimedRun:
+    def timed(_: Any, scenario: Scenario, clock: str) -> TimedRun:
         count = len(scenario.requests)
         serial = scenario.schedule.kind == "serial"
         how = "serial" if serial else "split" if scenario.kernels.split_rows else "whole"
@@ -83,7 +84,7 @@ def test_an_engine_that_cannot_split_is_measured_against_one_after_the_other(
     monkeypatch.setattr(
         measuring,
         "timed",
-        lambda _, s: TimedRun(
+        lambda _, s, clock: TimedRun(
             3.5 if len(s.requests) > 1 and s.schedule.kind != "serial" else len(s.requests), [0.0], [[0.1]]
         ),
     )
@@ -108,7 +109,7 @@ def test_every_engine_says_what_rows_cost(
 ) -> None:
     monkeypatch.setattr(measures, "BUDGET", 0.0)
     rows = (1, 2, 3)
-    found = engine.row_costs(scenario_of(3, layout="packed", kernels="candle-metal"), rows)
+    found = engine.row_costs(scenario_of(3, layout="packed", kernels="candle-metal"), rows, perf_counter)
     assert {each.count for each in found} > {1} and all(
         [t.rows for t in each.times] == [1, 2, 3] for each in found
     )
@@ -116,11 +117,13 @@ def test_every_engine_says_what_rows_cost(
     from detdiff.engines.transformers import TransformersEngine
 
     torch = TransformersEngine(tiny_llama(torch_or_skip()))
-    assert len(torch.row_costs(scenario_of(3), rows)) > 2
+    assert len(torch.row_costs(scenario_of(3), rows, perf_counter)) > 2
     need_llama()
     from detdiff.engines.llama_cpp.engine import open_llama
 
-    whole = open_llama(str(tiny_gguf(tmp_path / "tiny.gguf")), {}).row_costs(scenario_of(3), rows)
+    whole = open_llama(str(tiny_gguf(tmp_path / "tiny.gguf")), {}).row_costs(
+        scenario_of(3), rows, perf_counter
+    )
     assert [(each.what, each.count) for each in whole] == [("the whole forward", 1)] and len(
         whole[0].times
     ) == 3

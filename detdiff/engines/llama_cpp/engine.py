@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from detdiff.explain.controls.patches import Patches
     from detdiff.explain.oracle import Operation
     from detdiff.explain.origins import Captured
-    from detdiff.probe.measures import RowCosts
+    from detdiff.probe.measures import Clock, RowCosts
 
     from .oracle_operations import GgufWeights
 
@@ -439,7 +439,7 @@ class LlamaEngine:
             serving.run(follows, lambda token: "", draft)
             return [item.came for item in run.work]
 
-    def row_costs(self, scenario: Scenario, rows: Sequence[int]) -> list[RowCosts]:
+    def row_costs(self, scenario: Scenario, rows: Sequence[int], now: Clock) -> list[RowCosts]:
         """See ``base.CostsRows``: the whole forward of a row each of so many sequences, since llama.cpp calls no kernel by itself."""
         from detdiff.probe.measures import RowCosts, call_times
 
@@ -454,7 +454,7 @@ class LlamaEngine:
                 context.remove(sequence)
 
         try:
-            return [RowCosts("the whole forward", 1, call_times(call, rows))]
+            return [RowCosts("the whole forward", 1, call_times(call, rows, now))]
         finally:
             context.close()
 

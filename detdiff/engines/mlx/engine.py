@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from detdiff.explain.controls.finite import NotFiniteValue
     from detdiff.explain.oracle import Operation
     from detdiff.explain.origins import Captured, OriginRow
-    from detdiff.probe.measures import RowCosts
+    from detdiff.probe.measures import Clock, RowCosts
 
     from .attention_calls import AttentionWatch
     from .cache_patches import CachePatches
@@ -162,7 +162,7 @@ class MlxEngine:
         run_unrecorded(scenario, sessions, work, None, lambda request, _, token: on_token(request, token))
         return [item.came for item in work]
 
-    def row_costs(self, scenario: Scenario, rows: Sequence[int]) -> list[RowCosts]:
+    def row_costs(self, scenario: Scenario, rows: Sequence[int], now: Clock) -> list[RowCosts]:
         """See ``base.CostsRows``: each linear shape once."""
         from detdiff.probe.measures import costs_of
 
@@ -170,7 +170,7 @@ class MlxEngine:
 
         layout = "packed" if scenario.schedule.layout == "packed" else "batch"
         shapes = shapes_of(self.loaded, scenario.kernels.profile or "native", layout)
-        return costs_of(((str(each.shape), len(each.sites), each.first) for each in shapes), rows)
+        return costs_of(((str(each.shape), len(each.sites), each.first) for each in shapes), rows, now)
 
     def reset(self) -> None:
         self.loaded.staged.clear()

@@ -39,7 +39,7 @@ from .taps import implementations, pinned, tapped
 if TYPE_CHECKING:
     from detdiff.explain.oracle import Operation
     from detdiff.explain.origins import Captured
-    from detdiff.probe.measures import RowCosts
+    from detdiff.probe.measures import Clock, RowCosts
 
 SETTINGS: Final = ("dtype", "device", "attn_implementation", "threads", "padding_side")
 _CAPABILITIES: Final = frozenset(
@@ -363,13 +363,13 @@ class TransformersEngine:
                 self._generate(ids, mask, batch, on_step=told)
         return [None] * len(scenario.requests)
 
-    def row_costs(self, scenario: Scenario, rows: Sequence[int]) -> list[RowCosts]:
+    def row_costs(self, scenario: Scenario, rows: Sequence[int], now: Clock) -> list[RowCosts]:
         """See ``base.CostsRows``: each linear shape once."""
         from detdiff.probe.measures import costs_of
 
         from .linear_sites import torch_shapes
 
-        return costs_of(((each.shape, len(each.sites), each) for each in torch_shapes(self.model)), rows)
+        return costs_of(((each.shape, len(each.sites), each) for each in torch_shapes(self.model)), rows, now)
 
     def _notes(self, pin_kernels: bool) -> list[str]:
         if not pin_kernels:
