@@ -1,6 +1,6 @@
 """Figures of policies over rounds, and the JSON of a measurement in the key names of ``vllm bench serve --save-result``.
 
-The keys are those of vllm/benchmarks/serve.py (vLLM 0.20), so that notebooks that read its files read these.
+The keys are those of vllm/benchmarks/serve.py (vLLM 0.20; ``queue_times`` and ``rtfx`` as of its commit 009e6d4), so that notebooks that read its files read these.
 """
 
 from __future__ import annotations
@@ -80,6 +80,9 @@ def vllm_json(
             (each[-1] - came) if each else 0.0 for came, each in zip(run.came, run.tokens, strict=True)
         ],
         "start_times": list(run.came),
+        # Requests wait in the engine, inside of their latencies; and nothing is heard.
+        "queue_times": [0.0] * len(items),
+        "rtfx": 0.0,
         "generated_texts": list(result.texts),
         "errors": ["" for _ in items],
         "max_output_tokens_per_s": _peak(run),

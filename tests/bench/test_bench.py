@@ -41,7 +41,7 @@ POLICIES = [
     "static:3 layout=packed",
     "continuous:3 layout=packed row_budget=6",
 ]
-# The keys of a result of vLLM's (vllm/benchmarks/serve.py, a generating run with --percentile-metrics ttft,tpot,itl,e2el), with values of their types.
+# The keys of a result of vLLM's (vllm/benchmarks/serve.py at 009e6d4, a generating run with --percentile-metrics ttft,tpot,itl,e2el), with values of their types.
 VLLM_KEYS = Path(__file__).parent / "vllm_result.json"
 
 

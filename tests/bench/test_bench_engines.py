@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from llama.models import need_llama, tiny_gguf
+from tiers import only_in_full
 from torch_models import need_torch, tiny_llama, torch_or_skip
 
 from detdiff.bench.measure import PolicyResult, answers, measure
@@ -71,3 +72,54 @@ def test_transformers_runs_the_batches_that_are_simulated() -> None:
     engine = TransformersEngine(tiny_llama(torch_or_skip()))
     found = measured(engine, "transformers", "tiny", ["static:2", "static"])
     assert found[2].counts is not None and found[2].counts.padding > 0
+
+
+def under_policies(engine: Any, keys: dict[str, Any], asked: list[str], folder: Path) -> list[PolicyResult]:
+    """32 requests of drawn lengths: each policy is counted as simulated, and what is identical has serial's text."""
+    workload = drawn(32, Lengths.parse("exponential:3"), Lengths.parse("exponential:2"), seed=6)
+    requests = [
+        {
+            "tokens": [(97 * n + 31 * i) % 20000 + 100 for i in range(item.prompt_length)],
+            "max_tokens": item.answer_length,
+            "ignore_stop": True,
+        }
+        for n, item in enumerate(workload.items)
+    ]
+    scenario = Scenario.from_dict({**keys, "schedule": "continuous", "request": requests})
+    found = [PolicyResult(policy) for policy in policies(scenario, asked)]
+    answers(engine, found, workload, folder)
+    assert [each.simulated for each in found] == [True] * (len(asked) + 1)
+    for each in found:
+        assert each.sameness != "identical" or each.texts == found[0].texts, each.policy.name
+    return found
+
+
+@pytest.mark.thorough
+@pytest.mark.real_model
+def test_smollm2_in_llama_cpp_under_six_policies(smollm2_q8_0_gguf: Path, tmp_path: Path) -> None:
+    need_llama()
+    from detdiff.engines.llama_cpp.engine import open_llama
+
+    engine = open_llama(str(smollm2_q8_0_gguf), {})
+    asked = ["static:8", "continuous:8", "continuous:16", "continuous:8 row_budget=9 prefill_chunk=4"]
+    keys = {"model": str(smollm2_q8_0_gguf), "engine": "llama.cpp"}
+    found = under_policies(engine, keys, [*asked, "continuous:8 split_rows=999"], tmp_path)
+    # Each row alone is the same whoever is beside.
+    assert found[-1].invariance == "identical"
+
+
+@pytest.mark.real_model
+@only_in_full("SmolLM2 under six policies in MLX takes minutes")
+def test_smollm2_in_mlx_under_six_policies(smollm2_bf16: Path, tmp_path: Path) -> None:
+    from detdiff.engines.registry import open_named
+
+    asked = [
+        "static:8",
+        "continuous:8",
+        "continuous:8 layout=packed",
+        "continuous:8 layout=packed split_rows=4",
+    ]
+    keys = {"model": str(smollm2_bf16)}
+    engine = open_named("mlx", str(smollm2_bf16), {})
+    found = under_policies(engine, keys, [*asked, "continuous:8 layout=packed batch-invariant"], tmp_path)
+    assert [each.invariance for each in found] == ["identical"] * 6
