@@ -156,6 +156,8 @@ def cache_kind(cache: Any) -> type | None:
     A subclass that writes, masks or trims in a way of its own may evict or compress, and nothing is presumed of it.
     """
     cls = type(cache)
+    if cls in _KNOWN:
+        return cls
     if cls.__module__.partition(".")[0] == "detdiff":
         return next((kind for kind in _KNOWN if issubclass(cls, kind)), _KNOWN[0])
     for kind in _KNOWN:
@@ -187,13 +189,8 @@ def cache_call(
     parts = None if kind is None else entry_parts(result)
     if parts is None:
         return None
-    own = _parts(getattr(cache, "keys", None), getattr(cache, "values", None)) or []
-    parts, own = ([part for part in side if part[0] != unkept] for side in (parts, own))
-    fits = [kind for kind, _ in own] == [kind for kind, _ in parts] and all(
-        a.shape[:2] == b.shape[:2] and a.shape[2] >= b.shape[2]
-        for (_, a), (_, b) in zip(own, parts, strict=True)
-    )
-    stored = tuple(array for _, array in own) if fits else ()
+    if unkept:
+        parts = [part for part in parts if part[0] != unkept]
     length = parts[0][1].shape[2]
     window = cache.max_size if kind in (caches.RotatingKVCache, caches.BatchRotatingKVCache) else None
     if fresh is not None:
@@ -208,7 +205,7 @@ def cache_call(
         columns,
         window,
         lanes[2],
-        stored=() if fresh is not None else stored,
+        stored=() if fresh is not None else _stored(cache, parts, unkept),
         length=length,
         fresh=fresh,
         known=update.known,
@@ -219,6 +216,17 @@ def cache_call(
     )
 
 
+def _stored(cache: Any, parts: Sequence[tuple[str, mx.array]], unkept: str) -> tuple[mx.array, ...]:
+    """A cache's own arrays in the order of ``parts``; empty where it does not show such."""
+    own = _parts(getattr(cache, "keys", None), getattr(cache, "values", None)) or []
+    own = [part for part in own if part[0] != unkept]
+    fits = [kind for kind, _ in own] == [kind for kind, _ in parts] and all(
+        a.shape[:2] == b.shape[:2] and a.shape[2] >= b.shape[2]
+        for (_, a), (_, b) in zip(own, parts, strict=True)
+    )
+    return tuple(array for _, array in own) if fits else ()
+
+
 @lru_cache(8)
 def _places(start: int, stop: int) -> mx.array:
     return mx.array(list(range(start, stop)), mx.uint32)
@@ -227,14 +235,14 @@ def _places(start: int, stop: int) -> mx.array:
 def _comparable(
     given: tuple[mx.array, mx.array], parts: Sequence[tuple[str, mx.array]], unkept: str
 ) -> tuple[mx.array, ...]:
-    """What was given, in the order of ``parts``, where a cache stores just that; empty where it stores another form of it."""
-    sides = [side for side, kind in zip(given, "KV", strict=True) if kind != unkept]
+    """The handles that were given, in the order of ``parts``, where a cache stores just that; empty where it stores another form of it."""
+    sides = [side for side, kind in zip(given, "KV", strict=True) if kind != unkept] if unkept else given
     fits = len(sides) == len(parts) and all(
         side.ndim == 4
         and (side.dtype, side.shape[1], side.shape[3]) == (part.dtype, part.shape[1], part.shape[3])
         for side, (_, part) in zip(sides, parts, strict=True)
     )
-    return tuple(handle(side) for side in sides) if fits else ()
+    return tuple(sides) if fits else ()
 
 
 def entry_parts(result: Any) -> list[tuple[str, mx.array]] | None:

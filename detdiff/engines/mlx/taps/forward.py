@@ -309,12 +309,20 @@ class ForwardRecord:
         """The row axis of a port's array; None for a recurrent state, which has one row a slot."""
         return None if port in self.states else self.sites.axes[port]
 
-    def add(self, key: str, ports: Arrays) -> None:
-        """Keep the arrays of a site's ports; a site or port unknown to the site map is left out."""
-        for name, array in ports:
-            port = self.sites.ports.get((key, name))
+    def add(self, key: str, given: Arrays, made: Sequence[tuple[str, mx.array]] = ()) -> None:
+        """Keep the arrays of a site's ports; a site or port unknown to the site map is left out.
+
+        Of those that it was ``given`` these are handles already.
+        """
+        ports, arrays = self.sites.ports, self.arrays
+        for name, array in given:
+            port = ports.get((key, name))
             if port is not None:
-                self.arrays[port] = handle(array)
+                arrays[port] = array
+        for name, array in made:
+            port = ports.get((key, name))
+            if port is not None:
+                arrays[port] = array.astype(array.dtype)
 
 
 Attend = Callable[[range | None, Any, Any], mx.array]

@@ -261,8 +261,7 @@ class Recorder:
             inputs = [(name, ids.view(mx.int32) if ids.dtype == mx.uint32 else ids) for name, ids in inputs]
             # Nothing else computes such a view: left lazy, reading it later would wait for the forward in flight.
             mx.async_eval(*(ids for _, ids in inputs))
-        record.add(key, inputs)
-        record.add(key, outputs)
+        record.add(key, inputs, outputs)
         if kind == "state":
             record.states.update(
                 record.sites.ports[key, name] for name, _ in outputs if (key, name) in record.sites.ports
@@ -277,6 +276,8 @@ class Recorder:
         write = f"{key}.write"
         if record is None or write not in record.sites.index:
             return
+        # One handle of each for all who keep it.
+        keys, values = handle(keys), handle(values)
         record.add(write, [("k", keys), ("v", values)])
         layer = record.sites.cache_layers[write]
         segments = record.forward.segments
@@ -344,7 +345,7 @@ class Recorder:
         for call in record.caches:
             call.returned = None
         if forward.logits_used:
-            record.add("logits", [("in", self._head_out(record, logits)), ("out", logits)])
+            record.add("logits", [], [("in", self._head_out(record, logits)), ("out", logits)])
             if forward.model == TARGET:
                 record.logits = logits.astype(logits.dtype)
         if self._settings.pooling is not None:

@@ -180,6 +180,7 @@ class Session:
         self._states_done: set[int] = set()
         self._failed_in: str | None = None
         self._experts: ExpertOrder | None = None
+        self._as_is = False
         self._last_updates: dict[int, CacheUpdate] = {}
 
     @contextlib.contextmanager
@@ -263,6 +264,8 @@ class Session:
         forward = self.compose(args[0], cache)
         self.forward = forward
         self._sink = self.recording
+        # Nothing but the model itself says how its modules are computed.
+        self._as_is = self.packing is None and self.operations.native
         if self._override is not None:
             self._override.begin(self.sites, forward)
         if self.recording is not None:
@@ -294,39 +297,45 @@ class Session:
         key = self._key(name)
         try:
             if kind in ("linear", "as_linear"):
-                args = (self._selected(key, args[0]), *args[1:])
-            held = self._hold_all((*args, *kw.values()))
+                args = self._selected(key, args)
+            held = self._hold_all((*args, *kw.values()) if kw else args)
             self._leaf = name
-            y = self._computed(key, kind, native, module, args, kw)
+            y = native(*args, **kw) if self._as_is else self._computed(key, kind, native, module, args, kw)
         except Exception:
             self._failed_in = self._failed_in or name
             raise
         finally:
             self._leaf = None
-        y = self._injected(key, "out", y) if kind != "switch" else self._switch_injected(key, args[1], y)
+        if self._injector:
+            y = self._injected(key, "out", y) if kind != "switch" else self._switch_injected(key, args[1], y)
         if self._sink is not None and isinstance(y, mx.array):
+            outputs: Arrays = [("out", y)]
             if kind == "switch":
+                inputs = list(zip(("in", "experts"), held, strict=False))
                 order = self._order(args[1])
-                given: Arrays = list(zip(("in", "experts"), held, strict=False))
-                inputs, outputs = order.ports(args[0], y) if order else (given, [("out", y)])
+                if order is not None:
+                    given, outputs = order.ports(args[0], y)
+                    inputs = [(port, handle(array)) for port, array in given]
+            elif len(held) == 1:
+                inputs = [("in", held[0])]
             else:
                 inputs = [("in" if i == 0 else f"in.{i + 1}", a) for i, a in enumerate(held)]
-                outputs = [("out", y)]
             self._sink.site(key, kind, inputs, outputs, self._inside)
         return y
 
     def _hold_all(self, values: Sequence[Any]) -> list[mx.array]:
         """Handles on the arrays among a call's arguments, taken before the call may change them in place."""
-        arrays = [a for a in values if isinstance(a, mx.array) and a.ndim > 1]
-        # Discovery tells a query's RoPE from a key's by the identity of the arrays, and reads only shapes.
-        return arrays if self.forward is None else [handle(a) for a in arrays]
+        if self.forward is None:
+            # Discovery tells a query's RoPE from a key's by the identity of the arrays, and reads only shapes.
+            return [a for a in values if isinstance(a, mx.array) and a.ndim > 1]
+        return [handle(a) for a in values if isinstance(a, mx.array) and a.ndim > 1]
 
-    def _selected(self, key: str, x: mx.array) -> mx.array:
+    def _selected(self, key: str, args: Any) -> Any:
         """In a packed forward the head sees only the rows whose logits are asked for, as engines do it."""
         forward = self.forward
         if forward is None or forward.selected is None or key != self.sites.head:
-            return x
-        return x[:, mx.array(forward.selected, mx.uint32)]
+            return args
+        return args[0][:, mx.array(forward.selected, mx.uint32)], *args[1:]
 
     def _computed(
         self, key: str, kind: str, native: Callable[..., Any], module: Module, args: Any, kw: Any
@@ -410,12 +419,13 @@ class Session:
             raise
         finally:
             self._stack.pop()
-        self._states(key, (*args, *kw.values()))
+        given = (*args, *kw.values()) if kw else args
+        self._states(key, given)
         if isinstance(self._sink, Discovery):
-            self._sink.given(key, (*args, *kw.values()))
+            self._sink.given(key, given)
         first = result[0] if isinstance(result, tuple) and result else result
         if isinstance(first, mx.array):
-            injected = self._injected(key, "out", first)
+            injected = self._injected(key, "out", first) if self._injector else first
             if injected is not first:
                 result = (injected, *result[1:]) if isinstance(result, tuple) else injected
             if self._sink is not None and held:

@@ -524,20 +524,20 @@ def _tap_module(stack: contextlib.ExitStack, taps: Taps, name: str, module: Modu
     if kind == "composite":
 
         def composite(self: Module, *args: Any, **kw: Any) -> Any:
-            return taps.composite(name, lambda *a, **k: call(self, *a, **k), args, kw)
+            return taps.composite(name, partial(call, self), args, kw)
 
         _swap(stack, module, {"__call__": composite})
         return
 
     def leaf(self: Module, *args: Any, **kw: Any) -> Any:
-        return taps.leaf(name, kind, lambda *a, **k: call(self, *a, **k), self, args, kw)
+        return taps.leaf(name, kind, partial(call, self), self, args, kw)
 
     methods: dict[str, Callable[..., Any]] = {"__call__": leaf}
     if kind == "embedding" and hasattr(original, "as_linear"):
         linear = original.as_linear
 
         def as_linear(self: Module, x: Any) -> Any:
-            return taps.leaf(f"{name}.as_linear", "as_linear", lambda y: linear(self, y), self, (x,), {})
+            return taps.leaf(f"{name}.as_linear", "as_linear", partial(linear, self), self, (x,), {})
 
         methods["as_linear"] = as_linear
     _swap(stack, module, methods)
@@ -547,7 +547,7 @@ def _tap_top(stack: contextlib.ExitStack, taps: Taps, model: Module) -> None:
     call = type(model).__call__
 
     def top(self: Module, *args: Any, **kw: Any) -> Any:
-        return taps.top(lambda *a, **k: call(self, *a, **k), args, kw)
+        return taps.top(partial(call, self), args, kw)
 
     _swap(stack, model, {"__call__": top})
 
