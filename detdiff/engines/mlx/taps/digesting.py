@@ -210,33 +210,34 @@ class Digester:
         blocks: dict[int, list[int]] = {}
         for c, column in enumerate(columns):
             blocks.setdefault(id(column.present), []).append(c)
-        has = np.zeros((n, len(columns)), bool)
-        for block in blocks.values():
-            has[np.ix_(columns[block[0]].present, np.array(block))] = True
-        # A decode forward is one group, all rows with all columns; finding that out by sorting masks is slow.
-        patterns, group_of = (
-            (has[:1], np.zeros(n, np.intp)) if has.all() else np.unique(has, axis=0, return_inverse=True)
-        )
-        # Groups in the order of their first row, so that the trace does not depend on how masks sort.
-        order = sorted(range(len(patterns)), key=lambda g: int(np.argmax(group_of.ravel() == g)))
+        found = [
+            (columns[block[0]].present, block, np.stack([columns[c].digests for c in block], axis=1))
+            for block in blocks.values()
+        ]
+        has = np.zeros((n, len(found)), bool)
+        for number, (present, _, _) in enumerate(found):
+            has[present, number] = True
+        # Groups in the order of their first row, so that the trace does not depend on how patterns sort.
+        groups: dict[bytes, list[int]] = {}
+        for row, pattern in enumerate(has if not has.all() else ()):
+            groups.setdefault(pattern.tobytes(), []).append(row)
         tokens = np.asarray(record.forward.tokens).astype(np.int64)
         result: list[Rows] = []
-        for group in order:
-            rows = np.flatnonzero(group_of.ravel() == group)
-            chosen = np.flatnonzero(patterns[group])
+        for rows in [np.array(each, np.int64) for each in groups.values()] or [np.arange(n)]:
+            mine = [found[number] for number in np.flatnonzero(has[rows[0]])] if n else found
+            chosen = sorted(c for _, block, _ in mine for c in block)
+            places = {c: place for place, c in enumerate(chosen)}
             port_column = [-1] * n_ports
             values: dict[int, Value] = {}
-            for place, c in enumerate(chosen.tolist()):
+            for place, c in enumerate(chosen):
                 for port in columns[c].ports:
                     port_column[port] = place
                 kept = columns[c].kept
                 if kept is not None:
                     values[place] = _value(kept, rows)
-            digests = np.empty((len(rows), len(columns)), np.uint64)
-            for block in blocks.values():
-                if patterns[group, block[0]]:
-                    within = np.searchsorted(columns[block[0]].present, rows)
-                    digests[:, block] = np.stack([columns[c].digests for c in block], axis=1)[within]
+            digests = np.empty((len(rows), len(chosen)), np.uint64)
+            for present, block, stacked in mine:
+                digests[:, [places[c] for c in block]] = stacked[np.searchsorted(present, rows)]
             result.append(
                 Rows(
                     request=table.request[rows].astype(np.int32),
@@ -246,7 +247,7 @@ class Digester:
                     phase=table.phase[rows].astype(np.int32),
                     token=tokens[table.slot[rows], table.column[rows]].astype(np.int32),
                     table=tuple(port_column),
-                    digests=digests[:, chosen],
+                    digests=digests,
                     values={c: v for c, v in values.items() if len(v.rows)},
                 )
             )

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
-from numpy.typing import NDArray
 
 from detdiff.engines.mlx.cache_events import TurnStates, describe, summarise, wraps
 from detdiff.engines.tasks import Pooling, scores
@@ -219,6 +218,7 @@ class Recorder:
         self._last: ForwardRecord | None = None
         self._texts: set[int] = set()
         self._tokens = _PendingTokens()
+        self._native_plans: dict[tuple[Any, ...], int] = {}
         self._eager = False
         # The prompt of a later turn is not known yet.
         self._states = TurnStates() if 0 in settings.prompt_lengths else None
@@ -365,7 +365,7 @@ class Recorder:
         """The engine's answer: token ``index`` (from 0) of a request."""
         position = self._settings.prompt_lengths[request] - 1 + index
         self._tokens.chosen[request, position] = (index, token)
-        self._emit(request, position)
+        self._emit(self._made(request, position))
 
     def choice(self, request: int, index: int, logprobs: mx.array) -> None:
         """The log-probabilities [V], evaluated, that token ``index`` of a request is chosen from: after its processors."""
@@ -468,7 +468,7 @@ class Recorder:
                 }
                 for lane, s in enumerate(forward.segments)
             ],
-            "plan": self._writer.plan(plan_calls(record)),
+            "plan": self._plan(record),
             "caches": caches,
         }
         events = record.events + events + wrong
@@ -491,6 +491,16 @@ class Recorder:
             table = ForwardRows.of(forward.segments)
             hidden = as_float32(record.hidden)[table.slot, table.column]
             self._writer.embeddings(self._settings.pooling.add(table.request, table.position, hidden))
+
+    def _plan(self, record: ForwardRecord) -> int:
+        """The number of the forward's plan. Where the kernel plan had no say, it follows from the forward's form."""
+        if record.calls:
+            return self._writer.plan(plan_calls(record))
+        forward = record.forward
+        form = forward.model, forward.layout, forward.shape, forward.selected, forward.logits_used
+        if form not in self._native_plans:
+            self._native_plans[form] = self._writer.plan(plan_calls(record))
+        return self._native_plans[form]
 
     def _placed(self, sites: SiteMap, rows: Rows) -> Rows:
         """``rows`` with a table over the ports of all models."""
@@ -520,21 +530,23 @@ class Recorder:
         else:
             ids, logits = top(chosen, k)
         lens = [as_float32(layer) for layer in record.lens]
+        made: list[Generated] = []
         for i, (request, position) in enumerate(zip(requests.tolist(), positions.tolist(), strict=True)):
             answer = _RowLogits(record.forward.index, ids[i], logits[i])
             if lens:
                 layers = np.stack([layer[i] for layer in lens])
                 answer.lens = (*top(layers, k), layers[:, ids[i][:2]])
             self._tokens.answers[request, position] = answer
-            self._emit(request, position)
+            made += self._made(request, position)
+        self._emit(made)
 
-    def _emit(self, request: int, position: int) -> None:
-        """Write a token once both its id and the logits that chose it are known."""
+    def _made(self, request: int, position: int) -> list[Generated]:
+        """A token, once both its id and the logits that chose it are known."""
         found = self._tokens.answers.get((request, position))
         if found is None or (request, position) not in self._tokens.chosen:
-            return
+            return []
         if self._tokens.verified.get((request, position), found.forward) != found.forward:
-            return
+            return []
         index, token = self._tokens.chosen.pop((request, position))
         answer = self._tokens.answers.pop((request, position))
         self._see([token, *answer.ids.tolist()])
@@ -543,22 +555,22 @@ class Recorder:
             ids, logits, contested = answer.lens
             self._see(ids.ravel().tolist())
             lens = Lens(ids[None], logits[None], contested[None])
+        one = np.array([request, index, token, answer.forward, position], np.int32)[:, None]
+        return [
+            Generated(one[0], one[1], one[2], one[3], one[4], answer.ids[None], answer.logits[None], lens)
+        ]
 
-        def one(number: int) -> NDArray[np.int32]:
-            return np.array([number], np.int32)
-
-        self._writer.generated(
-            Generated(
-                one(request),
-                one(index),
-                one(token),
-                one(answer.forward),
-                one(position),
-                answer.ids[None],
-                answer.logits[None],
-                lens,
+    def _emit(self, made: Sequence[Generated]) -> None:
+        """Write tokens: in one batch, unless each has a lens of its own."""
+        if len(made) > 1 and all(each.lens is None for each in made):
+            request, index, token, forward, position, ids = (
+                np.concatenate([getattr(each, name) for each in made])
+                for name in ("request", "index", "token", "forward", "position", "top_ids")
             )
-        )
+            logits = np.concatenate([each.top_logits for each in made])
+            made = [Generated(request, index, token, forward, position, ids, logits)]
+        for each in made:
+            self._writer.generated(each)
 
     def _see(self, tokens: Iterable[int]) -> None:
         for token in tokens:
