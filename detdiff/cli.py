@@ -26,6 +26,7 @@ from detdiff.errors import Failure
 if TYPE_CHECKING:
     # What a command needs is imported by it: --help of all of them loads nothing.
     from detdiff.commands.sides import ComparisonArguments, OnToken
+    from detdiff.trace import Place
 
 IDENTICAL, DIFFERENT, TROUBLE, INCONCLUSIVE = 0, 1, 2, 3
 EXIT_CODES = """\b
@@ -46,6 +47,20 @@ QUIET = {
 _JSON, _DEBUG = "detdiff.json", "detdiff.debug"
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+class TracePath(click.Path):
+    """A local path, or an address of fsspec's where a trace lies."""
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if isinstance(value, str) and ("://" in value or value.endswith(".zip")):
+            from detdiff.trace import place
+
+            return place(value)
+        return super().convert(value, param, ctx)
 
 
 class Commands(click.Group):
@@ -165,7 +180,7 @@ across_engines_option = click.option(
 def sides_options(traces: str, *, keep: bool = True) -> Callable[[F], F]:
     """What says which two sides there are; ``traces`` opens what --model means beside them, ``keep`` adds --keep."""
     options = (
-        click.argument("files", nargs=-1, metavar="[A] [B]", type=click.Path(path_type=Path)),
+        click.argument("files", nargs=-1, metavar="[A] [B]", type=TracePath()),
         click.option(
             "--model",
             help=f"Without files: builtin, a directory, a hub id, or a server's address. {traces}: where their model is now.",
@@ -206,7 +221,7 @@ def sides_options(traces: str, *, keep: bool = True) -> Callable[[F], F]:
         import_option,
     )
     keep_option = click.option(
-        "--keep", metavar="DIR", type=click.Path(path_type=Path), help="Keep the traces as DIR/a and DIR/b."
+        "--keep", metavar="DIR", type=TracePath(), help="Keep the traces as DIR/a and DIR/b."
     )
 
     def decorate(function: F) -> F:
@@ -253,14 +268,14 @@ def main() -> None:
 
 
 @main.command()
-@click.argument("scenario", type=click.Path(path_type=Path))
+@click.argument("scenario", type=TracePath())
 @click.option(
     "-o",
     "--output",
     "trace",
-    type=click.Path(path_type=Path),
+    type=TracePath(),
     required=True,
-    help="New directory of the trace.",
+    help="New directory of the trace, or an address such as s3://bucket/trace.",
 )
 @click.option("--capture", metavar="LEVEL", help="digest, full or window; short for --set capture=LEVEL.")
 @click.option("--set", "changes", metavar="KEY=VALUE", multiple=True, help="Change a key of the scenario.")
@@ -273,8 +288,8 @@ def main() -> None:
 @import_option
 @json_option
 def record(
-    scenario: Path,
-    trace: Path,
+    scenario: Place,
+    trace: Place,
     capture: str | None,
     changes: tuple[str, ...],
     engine: str | None,
@@ -336,7 +351,7 @@ def record(
 )
 @json_option
 def compare(
-    files: tuple[Path, ...],
+    files: tuple[Place, ...],
     repeats: int | None,
     levels: str | None,
     expect_invariant: bool,
@@ -390,7 +405,7 @@ class SummaryOptions:
     html: Path | None = None
 
 
-def _summarise(files: tuple[Path, ...], wanted: SummaryOptions, options: Mapping[str, Any]) -> None:
+def _summarise(files: tuple[Place, ...], wanted: SummaryOptions, options: Mapping[str, Any]) -> None:
     """Sum up all requests, and exit."""
     from detdiff.commands.summary import SummaryArguments, summarised, write_pictures
     from detdiff.report.summary import summary_json, summary_text
@@ -427,7 +442,7 @@ def _summarise(files: tuple[Path, ...], wanted: SummaryOptions, options: Mapping
 @partial_option
 @json_option
 def explain(
-    files: tuple[Path, ...],
+    files: tuple[Place, ...],
     controls: tuple[str, ...],
     budget: int | None,
     repeats: int | None,
@@ -487,7 +502,7 @@ def _explain_inside(
 @click.option("--budget", metavar="N", type=click.IntRange(1), help="Run at most N pairs.")
 @json_option
 def reduce(
-    files: tuple[Path, ...],
+    files: tuple[Place, ...],
     folder: Path,
     keep_flip: bool,
     twin: bool | None,
@@ -538,7 +553,7 @@ def file_option(name: str, metavar: str, help: str, **more: Any) -> Callable[[F]
 @across_models_option
 @across_engines_option
 @partial_option
-def report(files: tuple[Path, ...], why: bool, budget: int | None, **options: Any) -> None:
+def report(files: tuple[Place, ...], why: bool, budget: int | None, **options: Any) -> None:
     """Turn a comparison or a verdict into something to read, to paste into an issue, and to look at.
 
     A and B are what compare takes. A single file is an answer that compare, explain or report wrote with --json. A single
@@ -563,7 +578,8 @@ def report(files: tuple[Path, ...], why: bool, budget: int | None, **options: An
         for line in gathered(asked, how_far, wanted, _width()):
             click.echo(line)
         return
-    check(wanted, (*filter(Path.exists, asked.files), *kept))
+    read = [path for path in asked.files if not isinstance(path, Path) or path.exists()]
+    check(wanted, (*read, *kept))
     with reports.reported(asked, how_far, _progress) as made:
         written = reports.write(made, wanted)
         if ctx_json():
@@ -585,7 +601,7 @@ def _colourful() -> bool:
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
-def _asked(files: tuple[Path, ...], options: Mapping[str, Any]) -> ComparisonArguments:
+def _asked(files: tuple[Place, ...], options: Mapping[str, Any]) -> ComparisonArguments:
     from detdiff.commands.sides import ComparisonArguments
 
     if len(files) > 2:
@@ -621,7 +637,7 @@ def _words(pairs: tuple[str, ...] | list[str]) -> str:
 
 
 @main.command()
-@click.argument("trace", type=click.Path(path_type=Path))
+@click.argument("trace", type=TracePath())
 @click.option("--forwards", is_flag=True, help="Show all forwards; with --json, the line of each as well.")
 @click.option(
     "--sites",
@@ -630,7 +646,7 @@ def _words(pairs: tuple[str, ...] | list[str]) -> str:
 )
 @click.option("--partial", is_flag=True, help="Read what is left of a damaged trace.")
 @json_option
-def show(trace: Path, forwards: bool, sites: bool, partial: bool, as_json: bool) -> None:
+def show(trace: Place, forwards: bool, sites: bool, partial: bool, as_json: bool) -> None:
     """Say what TRACE holds.
 
     Its scenario, model and environment, each request's prompt and generated text, the forwards with who was in them
@@ -648,7 +664,12 @@ def show(trace: Path, forwards: bool, sites: bool, partial: bool, as_json: bool)
 @click.option(
     "--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: any that is free."
 )
-@file_option("--trace", "DIR", "Record all requests into this new directory, to be replayed and explained.")
+@click.option(
+    "--trace",
+    metavar="DIR",
+    type=TracePath(),
+    help="Record all requests into this new directory, to be replayed and explained.",
+)
 @click.option(
     "--kernels", metavar="NAME", help="Short for --set kernels=NAME: a dispatch profile, or native."
 )

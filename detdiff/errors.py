@@ -214,6 +214,10 @@ class NotATrace(TraceError):
     """The path is not a directory that holds a readable trace.json."""
 
 
+class StoreUnusable(TraceError):
+    """An address is of no file system that fsspec knows, or of one whose library is not installed."""
+
+
 class TraceHeaderError(TraceError):
     """trace.json is not a JSON object with the required fields."""
 

@@ -78,6 +78,7 @@ def test_a_name_that_is_not_public_is_an_attribute_error() -> None:
 
 HOMES = {
     "click": ("cli.py",),
+    "fsspec": ("trace/store.py",),
     "msgspec": ("engines/server/",),
     "mlx": ("engines/mlx/",),
     "mlx_lm": ("engines/mlx/",),

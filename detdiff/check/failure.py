@@ -26,6 +26,7 @@ from detdiff.report.text import plain
 from detdiff.report.words import count, escaped
 from detdiff.scenario import Scenario
 from detdiff.trace import Trace
+from detdiff.trace.store import copy_files
 
 from .settings import GOLDEN
 
@@ -194,7 +195,7 @@ class Keeper:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         for name, trace in (("a", a), ("b", b)):
-            shutil.copytree(trace.path, folder / name)
+            copy_files(trace.path, folder / name)
         names = ["a", "b"]
         for name, scenario in zip(("a.toml", "b.toml"), scenarios, strict=False):
             (folder / name).write_text(scenario.to_toml(), encoding="utf-8")
@@ -324,7 +325,7 @@ def _put(run: Trace, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         fresh = path.with_name(f".{path.name}-{os.getpid()}")
         shutil.rmtree(fresh, ignore_errors=True)
-        shutil.copytree(run.path, fresh)
+        copy_files(run.path, fresh)
         if path.is_dir():
             shutil.rmtree(path)
         else:

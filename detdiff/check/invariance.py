@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ from detdiff.report import headline
 from detdiff.report.words import escaped
 from detdiff.scenario import Scenario
 from detdiff.trace import Trace
+from detdiff.trace.store import remove_files
 
 from .checked_engines import CheckedEngine, CheckedEngines, RecordedRuns
 from .failure import (
@@ -196,7 +196,7 @@ class ModelCheck:
         first = replace(base, requests=base.requests[:1])
         warm = self._recorded.run(self._checked, first, warm=True)
         found = compare(alone, warm, requests=[first.requests[0].id])
-        shutil.rmtree(warm.path, ignore_errors=True)
+        remove_files(warm.path)
         if found.identical or rule(self._asked.level, found, self._no_oracle).passes:
             return []
         self.tally.failed += 1
@@ -225,7 +225,7 @@ class ModelCheck:
                     failed = self._failure(composition, run, base, seen)
                 else:
                     more.append(run.name)
-            shutil.rmtree(seen.b.path, ignore_errors=True)
+            remove_files(seen.b.path)
         if failed is None and not together:
             raise NothingToCheck(_UNMET)
         return None if failed is None else replace(failed, more=tuple(more))
@@ -298,7 +298,7 @@ class ModelCheck:
     def _repeats(self, alone: Trace, base: Scenario) -> bool:
         again = self._recorded.run(self._checked, base)
         found = compare(alone, again).identical
-        shutil.rmtree(again.path, ignore_errors=True)
+        remove_files(again.path)
         return found
 
     def _ruled(self, alone: Trace, composed: Trace, run: CompositionRun) -> ComparedRun:

@@ -20,7 +20,7 @@ from detdiff.commands.sides import (
 )
 from detdiff.explain.inside import InsideAnswer, look_inside
 from detdiff.scenario import Scenario
-from detdiff.trace import Trace
+from detdiff.trace import Address, Trace, place
 
 _PLACEHOLDER: Final = [{"id": "r0", "tokens": [0]}]
 
@@ -46,7 +46,10 @@ def local(where: str) -> tuple[Scenario, Trace | None]:
 
     Raises what reading files raises.
     """
-    path = Path(where)
+    path = place(where)
+    if isinstance(path, Address):
+        served = Trace.open(path, checked=True)
+        return Scenario.from_dict({**served.scenario, "request": _PLACEHOLDER}, where=where), served
     if path.suffix == ".toml":
         return Scenario.from_toml(path, requests=_PLACEHOLDER), None
     if (path / "trace.json").exists():

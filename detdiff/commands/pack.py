@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import tempfile
@@ -23,9 +22,10 @@ from detdiff.report.markdown import inline, markdown, sentence
 from detdiff.report.text import report_text
 from detdiff.report.words import escaped
 from detdiff.scenario import Scenario
-from detdiff.trace import Trace
-from detdiff.trace.files import read_bytes
-from detdiff.trace.header import FORWARDS, HEADER, TEXTS, encode
+from detdiff.trace import Place, Shard, Trace, place
+from detdiff.trace.digest import STORAGE
+from detdiff.trace.files import read_array, read_bytes
+from detdiff.trace.header import HEADER, encode
 from detdiff.trace.shard import shard_name
 
 _WIDTH = 100
@@ -91,7 +91,7 @@ class PackedPaths:
     def __init__(self, root: Path, traces: tuple[Trace, Trace]) -> None:
         """``root`` is the directory that becomes the pack."""
         self._root, self._traces = root, traces
-        self._names: dict[Path, str] = {}
+        self._names: dict[Place, str] = {}
         self.packed: list[str] = []
         self.missing: list[dict[str, str]] = []
 
@@ -125,9 +125,9 @@ class PackedPaths:
                 return value
             file = Path(found[1])
             return f"{self._file(file)}{found[2]}" if file.is_file() else None
-        folder = Path(value)
         if key == "force_tokens":
-            return self._tokens(folder)
+            return self._tokens(place(value))
+        folder = Path(value)
         return self._twin(folder, key) if _is_random(folder) else None
 
     def _file(self, file: Path) -> str:
@@ -146,7 +146,7 @@ class PackedPaths:
 
         return self._placed(folder, key, "", write)
 
-    def _tokens(self, folder: Path) -> str | None:
+    def _tokens(self, folder: Place) -> str | None:
         for trace, name in zip(self._traces, "ab", strict=True):
             if folder.resolve() == trace.path.resolve():
                 return f"./{name}"
@@ -156,7 +156,7 @@ class PackedPaths:
             return None
         return self._placed(folder, "tokens", "", lambda path: without_values(given, path, given.scenario))
 
-    def _placed(self, source: Path, name: str, suffix: str, write: Any) -> str:
+    def _placed(self, source: Place, name: str, suffix: str, write: Any) -> str:
         """Write ``source`` once, under a name of its own."""
         source = source.resolve()
         if source not in self._names:
@@ -186,11 +186,11 @@ def without_values(trace: Trace, path: Path, scenario: Mapping[str, Any]) -> Non
 
     path.mkdir()
     header = {**trace.header, "scenario": dict(scenario), "complete": trace.complete}
-    for name in (FORWARDS, TEXTS):
-        (path / name).write_bytes(read_bytes(trace.path / name))
+    for name, raw in trace.logs():
+        (path / name).write_bytes(raw)
     entries = []
     for number, shard in enumerate(trace.shards):
-        data = save(dict(_kept(shard.path))) if shard.value_columns() else read_bytes(shard.path)
+        data = save(dict(_kept(shard))) if shard.value_columns() else read_bytes(shard.path)
         name = shard_name(number)
         (path / name).write_bytes(data)
         entries.append({"name": name, "bytes": len(data), "crc32": zlib.crc32(data)})
@@ -199,13 +199,10 @@ def without_values(trace: Trace, path: Path, scenario: Mapping[str, Any]) -> Non
     (path / HEADER).write_bytes(encode(header))
 
 
-def _kept(path: Path) -> Iterator[tuple[str, Any]]:
-    from safetensors import safe_open
-
-    with safe_open(os.fspath(path), framework="np") as tensors:
-        for name in tensors.keys():
-            if not name.startswith(_VALUES):
-                yield name, tensors.get_tensor(name)
+def _kept(shard: Shard) -> Iterator[tuple[str, Any]]:
+    for name, tensor in shard.tensors.items():
+        if not name.startswith(_VALUES):
+            yield name, read_array(shard.path, tensor.offset, tensor.shape, STORAGE[tensor.dtype])
 
 
 _WHAT = {

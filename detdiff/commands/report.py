@@ -31,7 +31,7 @@ from detdiff.report.document import Report
 from detdiff.report.index import IndexEntry, index_html, index_text
 from detdiff.report.saved import SavedAnswer, read_saved
 from detdiff.report.words import escaped
-from detdiff.trace import Trace
+from detdiff.trace import Place, Trace
 from detdiff.trace.header import HEADER
 
 if TYPE_CHECKING:
@@ -61,10 +61,10 @@ class ReportOutputs:
         return tuple(path for option, path in self.named if (option, str(path)) != ("--json", STDOUT))
 
 
-def check(wanted: ReportOutputs, read: Sequence[Path]) -> None:
+def check(wanted: ReportOutputs, read: Sequence[Place]) -> None:
     """Raises CommandError for outputs that cannot be written, are one file, or are part of what is ``read``."""
     taken: dict[Path, str] = {}
-    inputs = [Path(os.path.realpath(path)) for path in read]
+    inputs = {Path(os.path.realpath(path)): path for path in read if isinstance(path, Path)}
     for option, path in wanted.named:
         if str(path) == STDOUT:
             if option == "--json":
@@ -77,7 +77,7 @@ def check(wanted: ReportOutputs, read: Sequence[Path]) -> None:
         for given in (place, *place.parents):
             if given in inputs:
                 raise CommandError(
-                    f"{option} {path} would be written over {read[inputs.index(given)]}, which the report is made from, or into "
+                    f"{option} {path} would be written over {inputs[given]}, which the report is made from, or into "
                     "it. Name another place."
                 )
         for other, name in taken.items():
@@ -178,7 +178,7 @@ def reported(
     """
     _check_budget(why)
     check_replay(asked, why.replay)
-    answers = [path for path in asked.files if _is_answer(path)]
+    answers = [path for path in asked.files if isinstance(path, Path) and _is_answer(path)]
     if answers:
         _check_saved(asked, why, answers[0])
         found_again = read_saved(answers[0]), f"detdiff report {shlex.quote(str(answers[0]))}"
@@ -384,12 +384,12 @@ def _drawn(made: ReportWithTraces, folder: Path) -> dict[str, str]:
 
 def kept_pair(asked: ComparisonArguments) -> ComparisonArguments:
     """A single directory with the traces a and b, as --keep makes it, is those two."""
-    if len(asked.files) == 1 and not (asked.files[0] / HEADER).exists():
+    if len(asked.files) == 1 and not (asked.files[0] / HEADER).is_file():
         return replace(asked, files=pair_in(asked.files[0]) or asked.files)
     return asked
 
 
-def pair_in(folder: Path) -> tuple[Path, Path] | None:
+def pair_in(folder: Place) -> tuple[Place, Place] | None:
     """The traces a and b of a directory, or None where they are not there."""
     pair = folder / "a", folder / "b"
     return pair if all((path / HEADER).is_file() for path in pair) else None
@@ -397,7 +397,9 @@ def pair_in(folder: Path) -> tuple[Path, Path] | None:
 
 def is_folder(asked: ComparisonArguments) -> bool:
     """Whether one directory was named that is no trace: a folder of comparisons."""
-    return len(asked.files) == 1 and asked.files[0].is_dir() and not (asked.files[0] / HEADER).exists()
+    if len(asked.files) != 1 or not isinstance(folder := asked.files[0], Path):
+        return False
+    return folder.is_dir() and not (folder / HEADER).exists()
 
 
 def gathered(asked: ComparisonArguments, why: ReportOptions, wanted: ReportOutputs, width: int) -> list[str]:
@@ -407,6 +409,7 @@ def gathered(asked: ComparisonArguments, why: ReportOptions, wanted: ReportOutpu
     is a line of its own.
     """
     folder = asked.files[0]
+    assert isinstance(folder, Path)
     if any(option != "--html" for option, _ in wanted.named):
         raise CommandError(
             f"{folder} is a folder of comparisons, which --html gathers under an index; the other formats are of one comparison. "

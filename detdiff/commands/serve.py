@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from detdiff.commands.start import settled, wait_for_use
@@ -12,7 +11,7 @@ from detdiff.engines.registry import DEFAULT, open_engine
 from detdiff.errors import DetdiffError, ScenarioConflict, ServeFailed
 from detdiff.scenario import Scenario, located, parse_flags
 from detdiff.scenario.keys import FLAG_KEYS, RUN_KEYS
-from detdiff.trace import Trace
+from detdiff.trace import Place, Trace
 
 if TYPE_CHECKING:
     from detdiff.serving.server import RunningServer
@@ -29,7 +28,7 @@ class ServeArguments:
     flags: str
     host: str
     port: int
-    trace: Path | None
+    trace: Place | None
     queue: int
     body_limit: int
     grace: float
@@ -88,7 +87,7 @@ def served(asked: ServeArguments, on_start: Callable[[str, str], None]) -> str:
     return _ended(server, asked.trace)
 
 
-def _ended(server: RunningServer, trace: Path | None) -> str:
+def _ended(server: RunningServer, trace: Place | None) -> str:
     counts = server.model.driver.counts
     said = f"Stopped after {counts.ended.total()} requests and {counts.generated_tokens:,} tokens."
     if trace is None:

@@ -13,16 +13,18 @@ from detdiff.errors import NotATrace
 from detdiff.report.document import Blank, Block, Item, Prose, Table
 from detdiff.report.text import plain
 from detdiff.report.words import asked, count, escaped, rules, sampling, shown
-from detdiff.trace import Trace, parse_ranges
+from detdiff.trace import Place, Trace, parse_ranges
+from detdiff.trace.files import reading
+from detdiff.trace.store import names_in
 
 SCHEMA = "detdiff.trace-summary/1"
 GROUPS = 12
 SAMPLE = 160
 
 
-def opened(path: Path, *, partial: bool = False) -> Trace:
+def opened(path: Place, *, partial: bool = False) -> Trace:
     """The trace at ``path``, its bytes checked. Raises NotATrace and what ``Trace.open`` raises."""
-    if not path.exists():
+    if isinstance(path, Path) and not path.exists():
         raise NotATrace(
             f"{path} is not there; expected a trace, which is a directory that `detdiff record` wrote. Check the "
             "spelling."
@@ -57,7 +59,7 @@ def summary(trace: Trace, *, every: bool = False, sites: bool = False) -> dict[s
         "sites": dict(Counter(site.kind for site in trace.sites)),
         "values": any(shard.value_columns() for shard in trace.shards),
         "shards": len(trace.shards),
-        "bytes": sum(file.stat().st_size for file in trace.path.iterdir() if file.is_file()),
+        "bytes": _bytes(trace),
     }
     if "draft" in header:
         made["draft"] = header["draft"]
@@ -66,6 +68,11 @@ def summary(trace: Trace, *, every: bool = False, sites: bool = False) -> dict[s
     if every:
         made["each_forward"] = [dict(line) for line in trace.forwards()]
     return made
+
+
+def _bytes(trace: Trace) -> int:
+    with reading(trace.path):
+        return sum(names_in(trace.path).values())
 
 
 def _requests(trace: Trace) -> Iterator[dict[str, Any]]:

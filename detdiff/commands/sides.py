@@ -18,7 +18,9 @@ from detdiff.engines.record import record
 from detdiff.engines.registry import BUILT_IN, DEFAULT, open_engine, same_engine
 from detdiff.errors import CommandError, DetdiffError, Interrupted, NothingComparable, TraceExists
 from detdiff.scenario import Scenario, located, parse_flags
-from detdiff.trace import Trace
+from detdiff.trace import Address, Place, Trace
+from detdiff.trace.files import reading
+from detdiff.trace.store import is_taken
 
 if TYPE_CHECKING:
     from detdiff.compare import Divergence
@@ -38,7 +40,7 @@ class ComparisonArguments:
     modules that were imported before.
     """
 
-    files: tuple[Path, ...] = ()
+    files: tuple[Place, ...] = ()
     model: str | None = None
     prompts: tuple[str, ...] = ()
     prompts_file: Path | None = None
@@ -46,7 +48,7 @@ class ComparisonArguments:
     a: str = ""
     b: str = ""
     partial: bool = False
-    keep: Path | None = None
+    keep: Place | None = None
     replay: bool = False
     force_tokens: str | None = None
     across_models: bool = False
@@ -83,9 +85,9 @@ def sides(asked: ComparisonArguments) -> tuple[Side, Side]:
     return found
 
 
-def read_scenario(path: Path) -> Scenario:
+def read_scenario(path: Place) -> Scenario:
     """The scenario of a TOML file, or of a trace. Raises what reading either raises."""
-    if path.is_dir():
+    if isinstance(path, Address) or path.is_dir():
         return Scenario.from_dict(Trace.open(path).scenario, where=f"the scenario of {path}")
     return Scenario.from_toml(path)
 
@@ -121,7 +123,7 @@ def _forced(found: tuple[Side, Side], tokens: str) -> tuple[Side, Side]:
 
 def _check_files(asked: ComparisonArguments) -> None:
     for path in asked.files:
-        if not path.exists():
+        if isinstance(path, Path) and not path.exists():
             raise CommandError(
                 f"{path} is not there; expected a trace, which is a directory that `detdiff record` wrote, or a "
                 "scenario file. Check the spelling."
@@ -197,10 +199,10 @@ def _from_files(asked: ComparisonArguments) -> tuple[Side, Side]:
     return _from_file("a", first, asked, asked.a), _from_file("b", second, asked, asked.b)
 
 
-def _from_file(name: str, path: Path, asked: ComparisonArguments, own: str) -> Side:
+def _from_file(name: str, path: Place, asked: ComparisonArguments, own: str) -> Side:
     with located(f"side {name}"):
         flags = merged(asked.both, own)
-    if path.is_dir():
+    if isinstance(path, Address) or path.is_dir():
         if flags.strip():
             raise CommandError(
                 f"{path} is a trace, which was recorded already, and {flags.strip()!r} would change how it is "
@@ -222,14 +224,16 @@ def merged(both: str, own: str) -> str:
     return f"{shlex.join(shared)} {own}"
 
 
-def _check_keep(keep: Path, found: tuple[Side, Side]) -> None:
+def _check_keep(keep: Place, found: tuple[Side, Side]) -> None:
     to_record = [side.name for side in found if isinstance(side.source, Scenario)]
     if not to_record:
         raise CommandError("--keep says where to record, and both sides are traces already. Leave it out.")
     for name in to_record:
         # Before the first run, not after it.
         path = keep / name
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        with reading(path):
+            taken = is_taken(path)
+        if taken:
             raise TraceExists(
                 f"{path} exists and is not an empty directory; expected a new path for the trace. Choose another "
                 "directory to keep the traces in, or remove it first."
@@ -276,7 +280,7 @@ class Engines:
 @contextmanager
 def recorded(
     found: tuple[Side, Side],
-    keep: Path | None,
+    keep: Place | None,
     progress: Progress,
     engines: Engines | None = None,
     *,
@@ -370,7 +374,7 @@ def as_given(value: T, found: tuple[Side, Side], traces: tuple[Trace, Trace] | l
     return with_names(value, paths)
 
 
-def named(divergence: Divergence, found: tuple[Side, Side], keep: Path | None) -> Divergence:
+def named(divergence: Divergence, found: tuple[Side, Side], keep: Place | None) -> Divergence:
     """The answer without paths of traces that are gone when it is read."""
     if keep is not None:
         return divergence
@@ -404,7 +408,7 @@ def with_names(value: T, paths: Mapping[str, str]) -> T:
 
 def record_trace(
     scenario: Scenario,
-    path: Path,
+    path: Place,
     on_token: OnToken | None,
     engines: Engines | None = None,
     *,
@@ -418,7 +422,7 @@ def record_trace(
         raise Interrupted(_left(path, kept)) from None
 
 
-def _left(path: Path, kept: bool) -> str:
+def _left(path: Place, kept: bool) -> str:
     if not kept:
         return (
             "Interrupted; the runs were recorded into a temporary directory, which is removed. `detdiff compare` keeps "

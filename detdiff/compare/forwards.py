@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from detdiff.trace import Trace, computed, flat_row, parse_ranges
-from detdiff.trace.header import FORWARDS
 
 from .divergence import Composition, EntryChange, Finding, Member, PathUse
 from .noticed import Noticed, grouped
@@ -128,7 +127,7 @@ class RunLog:
         return [number for number in numbers.tolist() if number >= 0]
 
     def _raw(self) -> bytes:
-        return (self._trace.path / FORWARDS).read_bytes()
+        return self._forwards.raw()
 
     def _lines_of(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
         """The forwards in whose lines these bytes are, -1 for those of other lines."""

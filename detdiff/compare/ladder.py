@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 
 from detdiff.errors import NothingComparable
-from detdiff.trace import Trace
+from detdiff.trace import Address, Place, Trace, place
 
 from .across import across_engines as by_role
 from .across import check_asked
@@ -51,7 +51,7 @@ def compare(
 ) -> Divergence:
     """Where and how run ``b`` diverges from run ``a``. Needs the traces alone, no model.
 
-    Runs are traces or the folders of traces. ``requests`` are the ids that are asked about, None: all of both runs. With
+    Runs are traces, or the folders or addresses of traces. ``requests`` are the ids that are asked about, None: all of both runs. With
     ``across_models`` two models may be compared, at tokens, logits and sites by name: their weights differ, so nothing is
     an origin, and the first site that differs is named with its size. With ``across_engines`` two engines are compared, at
     tokens, logits and the values of the same roles, whose bits are expected to differ. Raises NothingComparable for traces
@@ -64,11 +64,13 @@ def compare(
     return _answer(aligned, scan(aligned))
 
 
-def _opened(run: Trace | Path | str) -> Trace:
+def _opened(run: Trace | Place | str) -> Trace:
     if isinstance(run, Trace):
         return run
-    if isinstance(run, Path | str):
-        return Trace.open(Path(run))
+    if isinstance(run, Path | Address | str):
+        where = place(run)
+        # What came over a network is what was written, or there is no answer.
+        return Trace.open(where, checked=isinstance(where, Address))
     raise TypeError(
         f"compare was given a {type(run).__name__}; expected a Trace or the folder of one. Comparing runs no model: record a "
         "scenario first (detdiff.record), or give both scenarios to detdiff.explain, which records them."

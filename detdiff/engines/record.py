@@ -27,30 +27,30 @@ from detdiff.engines.registry import (
 from detdiff.engines.tasks import check_task
 from detdiff.errors import EngineUnusable, ReplayError
 from detdiff.scenario import Scenario
-from detdiff.trace import Trace, TraceWriter
+from detdiff.trace import Place, Trace, TraceWriter, place
 
 
 def record(
     scenario: Scenario,
-    path: Path | str,
+    path: Place | str,
     *,
     engine: Any = None,
     options: RunOptions | None = None,
 ) -> Trace:
-    """Run ``scenario`` and write its trace to the new directory ``path``.
+    """Run ``scenario`` and write its trace to the new directory ``path``, or to an address of fsspec.
 
     ``engine`` is the scenario's engine where it is opened already (or an object that ``registry.as_engine`` takes). An
     interrupted run leaves every finished shard readable. Raises the subclasses of DetdiffError that opening, preparing,
     running and writing raise.
     """
-    options = options or RunOptions()
+    options, where = options or RunOptions(), place(path)
     opened = open_engine(scenario) if engine is None else _engine(engine)
     check_task(scenario, opened)
     opened.check(scenario)
     with ExitStack() as stack:
 
         def begin(own: Mapping[str, Any]) -> TraceWriter:
-            writer = TraceWriter(Path(path), header(scenario, opened, own), durable=options.durable)
+            writer = TraceWriter(where, header(scenario, opened, own), durable=options.durable)
             begun.append(writer)
             return stack.enter_context(writer)
 
@@ -61,13 +61,13 @@ def record(
                 f"The engine {opened.name} ran without beginning a trace; expected it to call begin(own) once. Correct it."
             )
         begun[0].finish(complete=True, **more)
-    found = Trace.open(Path(path))
+    found = Trace.open(where)
     with suppress(TypeError):  # not all objects can be referred to weakly
         _RECORDED[found.path.resolve()] = weakref.ref(_what_ran(opened))
     return found
 
 
-_RECORDED: dict[Path, weakref.ref[Any]] = {}
+_RECORDED: dict[Place, weakref.ref[Any]] = {}
 
 
 def _what_ran(engine: Engine) -> Any:

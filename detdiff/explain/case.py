@@ -16,7 +16,7 @@ from detdiff.engines.record import record
 from detdiff.engines.registry import as_engine, import_again, mlx_engine, open_engine, same_engine
 from detdiff.errors import EngineUnusable, ReplayError
 from detdiff.scenario import Scenario
-from detdiff.trace import Trace
+from detdiff.trace import Address, Place, Trace, place
 
 from .control import Budget, CannotRun
 
@@ -222,11 +222,13 @@ def _flipped_in(request: RequestDivergence) -> int:
     return forward if forward is not None else request.flip.forward_a or 0
 
 
-def opened_run(run: Trace | Scenario | Path | str) -> Trace | Scenario:
+def opened_run(run: Trace | Scenario | Place | str) -> Trace | Scenario:
     """A run that may be named by the path of its trace or scenario file. Raises what reading them raises."""
     if isinstance(run, Trace | Scenario):
         return run
-    path = Path(run)
+    path = place(run)
+    if isinstance(path, Address):
+        return Trace.open(path, checked=True)
     return Trace.open(path, checked=True) if path.is_dir() else Scenario.from_toml(path)
 
 

@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -15,7 +14,7 @@ from detdiff.engines.base import Engine, RunOptions
 from detdiff.engines.record import record
 from detdiff.errors import CommandError
 from detdiff.scenario import Request, Scenario
-from detdiff.trace import Trace
+from detdiff.trace import Place, Trace
 
 from .investigate import OnControl, Progress, explain
 from .outside import borrowed, cached_tokens
@@ -75,7 +74,7 @@ def look_inside(
     b: Trace,
     base: Scenario,
     engine: Engine,
-    folder: Path,
+    folder: Place,
     *,
     served: Trace | None = None,
     controls: Sequence[str] | None = None,

@@ -6,14 +6,13 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Final
 
 from detdiff.compare import Divergence, compare
 from detdiff.engines.base import ADDRESS
 from detdiff.errors import CommandError, DetdiffError, Interrupted, NothingComparable, ReplayError
 from detdiff.scenario import Scenario
-from detdiff.trace import Trace
+from detdiff.trace import Place, Trace
 
 from .case import REPEATS, Case, opened_run
 from .control import NOT_RUN, Budget, CannotRun, Control, Outcome, Registered, registered
@@ -23,7 +22,7 @@ from .verdict import Fragility, Verdict, fragility
 
 Progress = Callable[[int, int], None]
 OnControl = Callable[[str], None]
-Run = Trace | Scenario | Path | str
+Run = Trace | Scenario | Place | str
 
 CONTROLS: Final = registered()
 ORDER: Final = tuple(CONTROLS)

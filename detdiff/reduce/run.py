@@ -17,14 +17,14 @@ from detdiff.engines.registry import DEFAULT
 from detdiff.errors import NothingToReduce, ReductionError
 from detdiff.explain.case import opened_run, scenario_of
 from detdiff.scenario import Request, Scenario
-from detdiff.trace import Trace
+from detdiff.trace import Place, Trace
 
 from .pair import Candidate, dropped, plain
 from .result import ReduceOptions, Reduction, Step, TrialOutcome
 from .search import Search
 from .trials import CandidateTrials, Progress, ReductionFolder
 
-Run = Trace | Scenario | Path | str
+Run = Trace | Scenario | Place | str
 OnStep = Callable[[Step], None]
 _SAME_MACHINE = ("detdiff", "mlx", "mlx_lm", "chip", "device")
 """What of the environment answers depend on."""

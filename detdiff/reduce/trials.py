@@ -33,6 +33,7 @@ from detdiff.explain.investigate import judge
 from detdiff.scenario import Scenario
 from detdiff.trace import Trace
 from detdiff.trace.files import replace_file
+from detdiff.trace.store import remove_files
 
 from .pair import TWIN, TWIN_DRAFT, Candidate, Twin, short_toml
 from .result import Step, TrialOutcome
@@ -310,7 +311,7 @@ class CandidateTrials:
         while len(self._kept) > 4:
             old = self._kept.pop(next(iter(self._kept)))
             for trace in (old.a, old.b):
-                shutil.rmtree(trace.path, ignore_errors=True)
+                remove_files(trace.path)
         return runs
 
     def _models(self, twin: Twin | None) -> Models:

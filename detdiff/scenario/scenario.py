@@ -298,7 +298,9 @@ def _profile_path(kernels: str, folder: Path) -> str:
 
 
 def _trace_path(trace: str, folder: Path) -> str:
-    return os.path.abspath(folder / os.path.expanduser(trace)) if trace else trace
+    if not trace or "://" in trace:
+        return trace
+    return os.path.abspath(folder / os.path.expanduser(trace))
 
 
 _FILES: Mapping[str, Callable[[str, Path], str]] = {

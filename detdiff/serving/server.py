@@ -7,7 +7,6 @@ import socket
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -18,6 +17,7 @@ from detdiff.engines.base import LIVE, Engine
 from detdiff.engines.live import LiveRun
 from detdiff.errors import EngineRefuses, ServeFailed
 from detdiff.scenario import Scenario
+from detdiff.trace import Place
 
 from .app import ModelServer, ServerBounds
 
@@ -32,7 +32,7 @@ class ServeOptions:
     host: str = LOOPBACK
     port: int = 8000
     bounds: ServerBounds = field(default_factory=ServerBounds)
-    trace: Path | None = None
+    trace: Place | None = None
     grace: float = 5.0
 
 

@@ -29,6 +29,7 @@ from detdiff.trace.digest import (
 from detdiff.trace.log import computed, flat_row
 from detdiff.trace.reader import Trace
 from detdiff.trace.shard import Shard
+from detdiff.trace.store import Address, Place, place
 from detdiff.trace.writer import TraceWriter
 
 __all__ = [
@@ -36,9 +37,11 @@ __all__ = [
     "B_LENGTH",
     "DTYPE_CODES",
     "PHASES",
+    "Address",
     "Embeddings",
     "Generated",
     "Lens",
+    "Place",
     "Port",
     "RowIndex",
     "Rows",
@@ -56,6 +59,7 @@ __all__ = [
     "format_ranges",
     "head_weight",
     "parse_ranges",
+    "place",
     "ports_of",
     "position_weight",
     "splitmix64",

@@ -1,4 +1,5 @@
-"""The few file operations of a trace: checked reads at an offset, strict JSON, atomic and durable writes."""
+"""The few file operations of a trace, on local paths and addresses: checked reads at an offset, strict JSON, atomic and
+durable writes."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from detdiff.errors import ShardSizeError, TraceDiskFull, TraceError, TraceReadError, TraceWriteError
+from detdiff.trace.store import Address, Place
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _GAP_BYTES = 1 << 16
@@ -22,52 +24,57 @@ _RUN_BYTES = 1 << 23
 
 
 @contextmanager
-def reading(path: Path) -> Iterator[None]:
+def reading(path: Place) -> Iterator[None]:
     """Turns an OSError into TraceReadError."""
     try:
         yield
     except OSError as error:
+        what = "credentials and the network" if isinstance(path, Address) else "permissions and the disk"
         raise TraceReadError(
-            f"{path} cannot be read ({error.strerror or error}); expected a readable file. Check its "
-            "permissions and the disk, then try again."
+            f"{path} cannot be read ({error.strerror or error}); expected a readable file. Check its {what}, then try again."
         ) from error
 
 
 @contextmanager
-def writing(path: Path, kept: str) -> Iterator[None]:
+def writing(path: Place, kept: str) -> Iterator[None]:
     """Turns an OSError into TraceWriteError or TraceDiskFull; ``kept`` says what stays readable."""
     try:
         yield
     except OSError as error:
         full = error.errno in _FULL
         what = "there is no space left" if full else (error.strerror or str(error))
-        advice = (
-            "Free some space, or record to another disk or with a smaller capture."
-            if full
-            else "Check the directory and its permissions, then record again."
-        )
+        advice = "Check the directory and its permissions, then record again."
+        if full:
+            advice = "Free some space, or record to another disk or with a smaller capture."
+        elif isinstance(path, Address):
+            advice = "Check the address, its credentials and the network, then record again."
         raise (TraceDiskFull if full else TraceWriteError)(
             f"{path} cannot be written: {what}; expected room for the whole trace. {kept} {advice}"
         ) from error
 
 
-def regular_size(path: Path, missing: type[TraceError]) -> int:
+def regular_size(path: Place, missing: type[TraceError]) -> int:
     """Bytes of a regular file; raises ``missing`` when there is none, and for links, pipes and devices."""
+    size, what = None, "is not there"
     with reading(path):
-        try:
-            found = os.lstat(path)
-        except (FileNotFoundError, NotADirectoryError):
-            found = None
-    if found is None or not stat.S_ISREG(found.st_mode):
-        what = "is not there" if found is None else "is not a regular file"
+        if isinstance(path, Address):
+            size = path.size()
+        else:
+            try:
+                found = os.lstat(path)
+                size = found.st_size if stat.S_ISREG(found.st_mode) else None
+                what = "is not a regular file"
+            except (FileNotFoundError, NotADirectoryError):
+                pass
+    if size is None:
         raise missing(
             f"{path} {what}; expected one of the files that the trace was recorded with. Copy the whole "
             "directory again; what is left can be opened with --partial (partial=True)."
         )
-    return found.st_size
+    return size
 
 
-def read_bytes(path: Path) -> bytes:
+def read_bytes(path: Place) -> bytes:
     """All bytes of a file; raises TraceReadError."""
     with reading(path):
         return path.read_bytes()
@@ -91,17 +98,37 @@ def parse_json(raw: bytes) -> Any:
         raise ValueError("it is nested too deeply") from None
 
 
-def read_array(path: Path, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+@contextmanager
+def _opened(path: Place) -> Iterator[Any]:
+    """What ``_fill`` reads from: an open file, or the address itself."""
+    if isinstance(path, Address):
+        yield path
+    else:
+        with open(path, "rb", buffering=0) as file:
+            yield file
+
+
+def read_chunks(path: Place, size: int) -> Iterator[bytes | memoryview]:
+    """All ``size`` bytes of a file, some MB at a time; raises OSError, and ShardSizeError when there are fewer."""
+    block = np.empty(min(size, _RUN_BYTES), np.uint8)
+    with _opened(path) as file:
+        for start in range(0, size, _RUN_BYTES):
+            part = block[: min(_RUN_BYTES, size - start)]
+            _fill(file, path, start, part)
+            yield part.data
+
+
+def read_array(path: Place, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
     """``shape`` elements of ``dtype`` at a byte offset, without mapping the file; offset and size are checked
     by the caller. Raises ShardSizeError when the file has shrunk since."""
     out = np.empty(shape, dtype)
     if out.nbytes:
-        with reading(path), open(path, "rb", buffering=0) as file:
+        with reading(path), _opened(path) as file:
             _fill(file, path, offset, out)
     return out
 
 
-def read_rows(path: Path, offset: int, rows: NDArray[Any], width: int, dtype: np.dtype[Any]) -> NDArray[Any]:
+def read_rows(path: Place, offset: int, rows: NDArray[Any], width: int, dtype: np.dtype[Any]) -> NDArray[Any]:
     """Chosen rows, in the given order, of a matrix [?, width] that starts at a byte offset.
 
     Rows that lie near each other are read together; the scratch memory stays near 8 MB whatever is asked.
@@ -115,7 +142,7 @@ def read_rows(path: Path, offset: int, rows: NDArray[Any], width: int, dtype: np
     ascending = wanted[order]
     gap = max(1, _GAP_BYTES // row_bytes)
     longest = max(1, _RUN_BYTES // row_bytes)
-    with reading(path), open(path, "rb", buffering=0) as file:
+    with reading(path), _opened(path) as file:
         start = 0
         breaks = np.flatnonzero(np.diff(ascending) > gap) + 1
         for stop in (*breaks.tolist(), len(ascending)):
@@ -129,12 +156,18 @@ def read_rows(path: Path, offset: int, rows: NDArray[Any], width: int, dtype: np
     return out
 
 
-def _fill(file: Any, path: Path, offset: int, out: NDArray[Any]) -> None:
+def _fill(file: Any, path: Place, offset: int, out: NDArray[Any]) -> None:
     view = out.reshape(-1).view(np.uint8).data
-    file.seek(offset)
+    if not isinstance(file, Address):
+        file.seek(offset)
     done = 0
     while done < len(view):
-        count = file.readinto(view[done:])
+        if isinstance(file, Address):
+            found = file.read(offset + done, offset + min(len(view), done + _RUN_BYTES))
+            view[done : done + len(found)] = found
+            count = len(found)
+        else:
+            count = file.readinto(view[done:])
         if not count:
             raise ShardSizeError(
                 f"{path} ends at byte {offset + done}; expected bytes up to {offset + len(view)}, as when it "
@@ -154,9 +187,12 @@ def sync_directory(path: Path) -> None:
         os.close(handle)
 
 
-def replace_file(path: Path, chunks: Iterable[bytes | memoryview], *, durable: bool = True) -> None:
+def replace_file(path: Place, chunks: Iterable[bytes | memoryview], *, durable: bool = True) -> None:
     """Writes a file under a temporary name in its own directory, syncs it if it is to be ``durable``, and renames it
-    into place."""
+    into place; at an address, the whole object at once."""
+    if isinstance(path, Address):
+        path.put(chunks)
+        return
     temporary = path.with_name(f".{path.name}.tmp")
     with open(temporary, "wb", buffering=1 << 20) as file:
         file.writelines(chunks)

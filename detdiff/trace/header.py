@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from detdiff.errors import (
@@ -20,6 +19,7 @@ from detdiff.errors import (
 from detdiff.trace.contents import Site, check_sites
 from detdiff.trace.files import parse_json, read_bytes, regular_size
 from detdiff.trace.shard import shard_name
+from detdiff.trace.store import Address, Place
 
 SCHEMA = 1
 HEADER = "trace.json"
@@ -67,7 +67,7 @@ def dumps(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
 
 
-def read(path: Path) -> dict[str, Any]:
+def read(path: Place) -> dict[str, Any]:
     """The checked header of a trace directory, without its sites, which ``parse_sites`` checks.
 
     Raises NotATrace, TraceHeaderError, TraceSchemaError, RequestListError, ShardNameError, LogSizeError.
@@ -75,7 +75,9 @@ def read(path: Path) -> dict[str, Any]:
     file = path / HEADER
     try:
         regular_size(file, NotATrace)
-    except (NotATrace, TraceReadError):
+    except (NotATrace, TraceReadError) as error:
+        if isinstance(path, Address) and not isinstance(error, NotATrace):
+            raise  # without credentials or a network nobody knows what is there
         raise NotATrace(
             f"{path} is not a trace; expected a directory that holds a file {HEADER}. Give the directory "
             "that was recorded."

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import tempfile
+import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
@@ -24,8 +26,9 @@ from detdiff.errors import (
     TextLineError,
 )
 from detdiff.trace.contents import PHASES, parse_ranges
-from detdiff.trace.files import parse_json, read_array, read_bytes, regular_size
+from detdiff.trace.files import parse_json, read_array, read_bytes, reading, regular_size
 from detdiff.trace.header import dumps
+from detdiff.trace.store import Address, Place, names_in
 
 _MAX_INT32 = (1 << 31) - 1
 MODELS = ("target", "draft")
@@ -146,54 +149,131 @@ def encode_line(value: Any) -> bytes:
 class LogWriter:
     """Appends lines; ``flush`` is idempotent, so that an interrupted one can be done again."""
 
-    def __init__(self, path: Path, *, durable: bool = True) -> None:
+    def __init__(self, path: Place, *, durable: bool = True) -> None:
+        """Raises FileExistsError where somebody else writes there."""
         self.path = path
         self._durable = durable
-        self._written: tuple[int, int, list[bytes]] = (0, 0, [])
+        # Bytes, checksum and number of the flushes so far, and the lines after them.
+        self._written: tuple[int, int, int, list[bytes]] = (0, 0, 0, [])
+        self._begin()
+
+    def _begin(self) -> None:
         # Exclusive, so that of two recordings into one directory only one goes on.
-        path.touch(exist_ok=False)
+        assert isinstance(self.path, Path)
+        self.path.touch(exist_ok=False)
 
     def append(self, value: Any) -> None:
         """Raises LogLineError for what JSON cannot hold."""
-        self._written[2].append(encode_line(value))
+        self._written[3].append(encode_line(value))
 
     def flush(self) -> None:
         """Writes the pending lines, synced where they are to be durable; raises OSError."""
-        size, crc, pending = self._written
+        size, crc, flushes, pending = self._written
         data = b"".join(pending)
         if not data:
             return
-        with open(self.path, "r+b") as file:
+        self._put(data, size, flushes + 1)
+        self._written = (size + len(data), zlib.crc32(data, crc), flushes + 1, [])
+
+    def _put(self, data: bytes, size: int, flush: int) -> None:
+        with open(self.path, "r+b") as file:  # type: ignore[arg-type]
             file.seek(size)
             file.truncate()
             file.write(data)
             file.flush()
             if self._durable:
                 os.fsync(file.fileno())
-        self._written = (size + len(data), zlib.crc32(data, crc), [])
+
+    def seal(self) -> None:
+        """Called once, after the last flush and before the trace is marked complete; raises OSError."""
+
+    def close(self) -> None:
+        """Called once, when the trace is finished or given up."""
 
     def entry(self) -> dict[str, Any]:
         """Name, bytes and checksum of what is on disk."""
-        size, crc, _ = self._written
+        size, crc, _, _ = self._written
         return {"name": self.path.name, "bytes": size, "crc32": crc}
+
+
+class PartsLogWriter(LogWriter):
+    """A log at an address, where nothing can be appended to an object: each flush is a part of its own, and ``seal`` writes
+    the log whole. The parts of a trace that is not finished stay."""
+
+    def __init__(self, folder: Address, name: str) -> None:
+        """Raises FileExistsError where somebody else writes there."""
+        self._folder, self._sealed = folder, False
+        super().__init__(folder / name)
+        handle, spool = tempfile.mkstemp(prefix="detdiff-log-")
+        os.close(handle)
+        self._spool = Path(spool)
+        # However the run ends, but for a kill.
+        weakref.finalize(self, self._spool.unlink, missing_ok=True)
+
+    def _begin(self) -> None:
+        (self._folder / part_name(self.path.name, 0)).put((), new=True)
+
+    def _put(self, data: bytes, size: int, flush: int) -> None:
+        (self._folder / part_name(self.path.name, flush)).put([data])
+        with self._spool.open("r+b") as file:
+            file.seek(size)
+            file.truncate()
+            file.write(data)
+
+    def seal(self) -> None:
+        assert isinstance(self.path, Address)
+        self.path.put_file(self._spool)
+        self._sealed = True
+
+    def close(self) -> None:
+        self._spool.unlink(missing_ok=True)
+        for part in range(self._written[2] + 1) if self._sealed else ():
+            (self._folder / part_name(self.path.name, part)).remove()
+
+
+def part_name(name: str, part: int) -> str:
+    """What a part of the log ``name`` is called; the parts count from 0."""
+    stem, _, suffix = name.rpartition(".")
+    return f"{stem}-{part:05d}.{suffix}"
+
+
+def log_writer(folder: Place, name: str, *, durable: bool) -> LogWriter:
+    """A new log in a trace's place. Raises OSError."""
+    if isinstance(folder, Address):
+        return PartsLogWriter(folder, name)
+    return LogWriter(folder / name, durable=durable)
+
+
+def _parts(folder: Place, name: str) -> list[str]:
+    """The parts of a log that was not finished, in order; none where it is whole."""
+    with reading(folder):
+        there = names_in(folder)
+    if name in there:
+        return []
+    count = next(part for part in range(len(there) + 1) if part_name(name, part) not in there)
+    return [part_name(name, part) for part in range(count)]
 
 
 class Lines:
     """The whole lines of a log; a half-written last line is left out when the trace is incomplete."""
 
-    def __init__(self, path: Path, entry: Mapping[str, Any] | None) -> None:
+    def __init__(self, folder: Place, name: str, entry: Mapping[str, Any] | None) -> None:
         """``entry`` is the log's entry in a complete trace's header.
 
         Raises LogMissing, LogSizeError, ChecksumError, LogLineError.
         """
-        self.path = path
-        size = regular_size(path, LogMissing)
+        self.path = path = folder / name
+        self._joined: bytes | None = None
+        parts = [] if entry is not None else _parts(folder, name)
+        if parts:
+            self._joined = b"".join(read_bytes(folder / part) for part in parts)
+        size = len(self._joined) if self._joined is not None else regular_size(path, LogMissing)
         if entry is not None and size != entry["bytes"]:
             raise LogSizeError(
                 f"{path} has {size} bytes; expected {entry['bytes']}, as when the trace was completed. It is "
                 "cut: copy or record the trace again."
             )
-        raw = read_bytes(path)
+        raw = self.raw()
         if entry is not None and zlib.crc32(raw) != entry["crc32"]:
             raise ChecksumError(
                 f"{path} has the checksum {zlib.crc32(raw)}; expected {entry['crc32']}, as when the trace "
@@ -214,10 +294,17 @@ class Lines:
     def __len__(self) -> int:
         return len(self.starts) - 1
 
+    def raw(self) -> bytes:
+        """All bytes of the log; raises TraceReadError."""
+        return read_bytes(self.path) if self._joined is None else self._joined
+
     def __getitem__(self, index: int) -> Any:
         """The parsed line; raises LogLineError."""
         start, stop = int(self.starts[index]), int(self.starts[index + 1])
-        raw = read_array(self.path, start, (stop - start,), np.dtype("u1")).tobytes()
+        if self._joined is not None:
+            raw = self._joined[start:stop]
+        else:
+            raw = read_array(self.path, start, (stop - start,), np.dtype("u1")).tobytes()
         try:
             return parse_json(raw)
         except ValueError as error:
@@ -254,6 +341,10 @@ class Forwards(Sequence[dict[str, Any]]):
 
     def __len__(self) -> int:
         return len(self._places)
+
+    def raw(self) -> bytes:
+        """All bytes of the log, in which ``spans`` finds the forwards; raises TraceReadError."""
+        return self._lines.raw()
 
     def spans(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Where the line of each forward begins in the file and where it ends, int64 [forwards] in bytes."""

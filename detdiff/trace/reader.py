@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -40,14 +38,14 @@ from detdiff.trace.contents import (
     parse_ranges,
     ports_of,
 )
-from detdiff.trace.files import reading
+from detdiff.trace.files import read_chunks, reading
 from detdiff.trace.header import FORWARDS, TEXTS, parse_sites, read
 from detdiff.trace.log import Forwards, Lines, computed, flat_row, read_texts
 from detdiff.trace.shard import Shard, open_shard, shard_name
+from detdiff.trace.store import Address, Place, names_in, place
 
 _SHARD = re.compile(r"shard-(\d{5,9})\.safetensors", re.ASCII)
 _ROW_FIELDS = tuple(field.name for field in fields(RowIndex))
-_CHUNK = 1 << 20
 
 
 class Trace:
@@ -57,7 +55,7 @@ class Trace:
     paragraph each. ``tables`` has one int32 per port for each table: the port's column of the digests, or -1.
     """
 
-    path: Path
+    path: Place
     header: dict[str, Any]
     complete: bool
     problems: tuple[str, ...]
@@ -70,8 +68,10 @@ class Trace:
     _rows: RowIndex
 
     @classmethod
-    def open(cls, path: Path | str, *, partial: bool = False, checked: bool = False) -> Trace:
+    def open(cls, path: Place | str, *, partial: bool = False, checked: bool = False) -> Trace:
         """Opens and checks a trace; raises the TraceError subclass of the first broken rule.
+
+        ``path`` is a directory, an address of fsspec such as ``s3://bucket/trace``, or a zip file of a trace.
 
         An unfinished trace opens with ``complete`` False and its finished shards. With ``partial`` a trace
         whose shards or logs are missing or damaged opens too, without the damaged ones. Values, forwards and
@@ -80,7 +80,9 @@ class Trace:
         difference between two runs, so commands that answer from a trace open it checked.
         """
         self = cls()
-        self.path = Path(path)
+        self.path = place(path)
+        if isinstance(self.path, Address):
+            self.path = self.path.fresh()
         self.header = read(self.path)
         self.sites = parse_sites(self.header)
         check_lacking_sites(str(self.path), self.header, self.sites)
@@ -194,6 +196,10 @@ class Trace:
         """The text of each token id that occurs; raises LogLineError or TextLineError."""
         return read_texts(self._texts)
 
+    def logs(self) -> tuple[tuple[str, bytes], ...]:
+        """The names and bytes of both logs; raises TraceReadError."""
+        return (FORWARDS, self._forwards.raw()), (TEXTS, self._texts.raw())
+
     def generated(self, *, lens: bool = True) -> Generated:
         """All generated tokens as recorded; ``lens=False`` leaves the per-layer logits on disk."""
         parts = [part for shard in self.shards if (part := shard.generated(lens)) is not None]
@@ -242,12 +248,12 @@ class Trace:
         if self.header["complete"]:
             entry = next(log for log in self.header["logs"] if log["name"] == name)
         try:
-            return Lines(self.path / name, entry)
+            return Lines(self.path, name, entry)
         except TraceError as error:
             if not partial or entry is None:
                 raise
             problems.append(str(error))
-            return Lines(self.path / name, None)
+            return Lines(self.path, name, None)
 
     def _open_shards(self, partial: bool, checked: bool, problems: list[str]) -> None:
         entries = {e["name"]: e for e in self.header["shards"]} if checked and self.header["complete"] else {}
@@ -302,7 +308,7 @@ class Trace:
         if self.header["complete"]:
             return [(number, entry["bytes"]) for number, entry in enumerate(self.header["shards"])]
         with reading(self.path):
-            matches = [match for name in os.listdir(self.path) if (match := _SHARD.fullmatch(name))]
+            matches = [match for name in names_in(self.path) if (match := _SHARD.fullmatch(name))]
         numbers = sorted(int(match[1]) for match in matches if match[0] == shard_name(int(match[1])))
         gap = next((place for place, number in enumerate(numbers) if place != number), None)
         if gap is not None:
@@ -344,13 +350,13 @@ class Trace:
         return int(rows[-1]) if len(rows) else forward, found
 
 
-def _check_bytes(path: Path, entries: Mapping[str, Mapping[str, Any]]) -> None:
+def _check_bytes(path: Place, entries: Mapping[str, Mapping[str, Any]]) -> None:
     """Raises ChecksumError where the header states another checksum for the file."""
     if path.name not in entries:
         return
     crc, expected = 0, entries[path.name]["crc32"]
-    with reading(path), open(path, "rb") as file:
-        while chunk := file.read(_CHUNK):
+    with reading(path):
+        for chunk in read_chunks(path, entries[path.name]["bytes"]):
             crc = zlib.crc32(chunk, crc)
     if crc != expected:
         raise ChecksumError(

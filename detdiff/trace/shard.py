@@ -12,7 +12,6 @@ import re
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -47,7 +46,8 @@ from detdiff.trace.contents import (
     check_table,
 )
 from detdiff.trace.digest import STORAGE
-from detdiff.trace.files import parse_json, read_array, read_rows, reading, regular_size
+from detdiff.trace.files import parse_json, read_array, read_rows, regular_size
+from detdiff.trace.store import Place
 
 _MAX_HEADER = 100_000_000  # the limit of the safetensors library itself
 
@@ -80,25 +80,24 @@ def encode_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[
     return struct.pack("<Q", len(text)) + text, [name for name, _, _ in ordered]
 
 
-def read_header(path: Path, size: int) -> dict[str, Tensor]:
+def read_header(path: Place, size: int) -> dict[str, Tensor]:
     """The tensors of a file of ``size`` bytes; trusts no length before it is checked.
 
     Raises ShardLengthError, ShardHeaderError, TensorTypeError, TensorOffsetError.
     """
-    with reading(path), open(path, "rb") as file:
-        prefix = file.read(8)
-        length = int.from_bytes(prefix, "little")
-        if len(prefix) < 8 or not 2 <= length <= min(size - 8, _MAX_HEADER):
-            raise ShardLengthError(
-                f"{path} has {size} bytes and claims a header of {length if len(prefix) == 8 else '?'} "
-                f"bytes; expected 2 to {max(0, min(size - 8, _MAX_HEADER))}. The file is cut or damaged: "
-                "copy or record the trace again."
-            )
-        raw = file.read(length)
+    prefix = read_array(path, 0, (min(8, size),), np.dtype("u1")).tobytes()
+    length = int.from_bytes(prefix, "little")
+    if len(prefix) < 8 or not 2 <= length <= min(size - 8, _MAX_HEADER):
+        raise ShardLengthError(
+            f"{path} has {size} bytes and claims a header of {length if len(prefix) == 8 else '?'} "
+            f"bytes; expected 2 to {max(0, min(size - 8, _MAX_HEADER))}. The file is cut or damaged: "
+            "copy or record the trace again."
+        )
+    raw = read_array(path, 8, (length,), np.dtype("u1")).tobytes()
     return _placed(path, _parsed(path, raw), 8 + length, size)
 
 
-def _parsed(path: Path, raw: bytes) -> Mapping[str, Any]:
+def _parsed(path: Place, raw: bytes) -> Mapping[str, Any]:
     try:
         header = parse_json(raw)
     except ValueError as error:
@@ -114,7 +113,7 @@ def _parsed(path: Path, raw: bytes) -> Mapping[str, Any]:
     return header
 
 
-def _placed(path: Path, header: Mapping[str, Any], data: int, size: int) -> dict[str, Tensor]:
+def _placed(path: Place, header: Mapping[str, Any], data: int, size: int) -> dict[str, Tensor]:
     spans: list[tuple[int, int, str]] = []
     tensors: dict[str, Tensor] = {}
     for name, entry in header.items():
@@ -200,7 +199,7 @@ class Shard:
     refuses and ShardSizeError when the file has shrunk since it was opened.
     """
 
-    path: Path
+    path: Place
     bytes: int
     tensors: Mapping[str, Tensor]
     rows: RowIndex
@@ -296,7 +295,7 @@ class Shard:
         return read_array(self.path, tensor.offset, tensor.shape, STORAGE[tensor.dtype])
 
 
-def open_shard(path: Path, place: int, limits: Limits, expected: int | None) -> Shard:
+def open_shard(path: Place, place: int, limits: Limits, expected: int | None) -> Shard:
     """Reads a shard's header, rows, tables and generated tokens and checks every rule about them.
 
     ``place`` becomes ``rows.shard``; ``expected`` is the file's size where the trace states it. Raises the
@@ -344,7 +343,7 @@ def open_shard(path: Path, place: int, limits: Limits, expected: int | None) -> 
     return opened
 
 
-def _check_names(path: Path, tensors: Mapping[str, Tensor]) -> None:
+def _check_names(path: Place, tensors: Mapping[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         table, value = _TABLE.fullmatch(name), _VALUE.fullmatch(name)
         form = table[1] if table else f"value{value[3] or ''}" if value else name
@@ -370,7 +369,7 @@ def _check_names(path: Path, tensors: Mapping[str, Tensor]) -> None:
             )
 
 
-def _check_groups(path: Path, tensors: Mapping[str, Tensor]) -> None:
+def _check_groups(path: Place, tensors: Mapping[str, Tensor]) -> None:
     """Tensors that need each other are all there, and those that describe the same things agree in length."""
     needed = list(ROW_TENSORS)
     if any(name.startswith(("gen.", "lens.")) for name in tensors):

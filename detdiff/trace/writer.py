@@ -55,8 +55,9 @@ from detdiff.trace.header import (
     encode,
     parse_sites,
 )
-from detdiff.trace.log import LogWriter, add_text, check_event, check_forward, check_plan, encode_line
+from detdiff.trace.log import add_text, check_event, check_forward, check_plan, encode_line, log_writer
 from detdiff.trace.shard import EMBEDDING_TENSORS, LENS_TENSORS, encode_header, shard_name
+from detdiff.trace.store import Address, Place, is_taken, place
 
 _INT32 = np.dtype("<i4")
 
@@ -257,14 +258,14 @@ class TraceWriter:
 
     def __init__(
         self,
-        path: Path | str,
+        path: Place | str,
         header: Mapping[str, Any],
         *,
         shard_bytes: int = 32 << 20,
         shard_forwards: int = 512,
         durable: bool = True,
     ) -> None:
-        """Makes the directory and an incomplete trace.json.
+        """Makes the directory and an incomplete trace.json. ``path`` may be an address of fsspec, as in ``Trace.open``.
 
         ``header`` needs ``sites`` (Site or their JSON) and ``requests``; ``scenario``, ``model``,
         ``environment``, ``observer`` and ``notes`` are empty unless given. A shard is closed at
@@ -273,7 +274,7 @@ class TraceWriter:
         empty directory, TraceWriteError, and TraceHeaderError, SiteListError or RequestListError for a bad
         header.
         """
-        self.path = Path(path)
+        self.path = place(path)
         self._refuse_reserved(header)
         self._header = self._checked(header)
         sites = parse_sites(self._header)
@@ -297,19 +298,20 @@ class TraceWriter:
         self._buffer = ShardBuffer(0)
         self._state = "open"
         with writing(self.path, "Nothing was recorded."):
-            if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+            if is_taken(self.path):
                 raise TraceExists(
                     f"{self.path} exists and is not an empty directory; expected a new path for the trace. "
                     "Choose another one, or remove it first."
                 )
-            self.path.mkdir(parents=True, exist_ok=True)
+            if not isinstance(self.path, Address):
+                self.path.mkdir(parents=True, exist_ok=True)
             try:
-                self._forward_log = LogWriter(self.path / FORWARDS, durable=durable)
+                self._forward_log = log_writer(self.path, FORWARDS, durable=durable)
             except FileExistsError:
                 raise TraceExists(
                     f"{self.path} has become a trace at this moment: another recording writes there. Choose another path."
                 ) from None
-            self._text_log = LogWriter(self.path / TEXTS, durable=durable)
+            self._text_log = log_writer(self.path, TEXTS, durable=durable)
             replace_file(self.path / HEADER, [encode(self._header)], durable=durable)
 
     def request(self, request: Mapping[str, Any], told: Mapping[str, Any]) -> int:
@@ -449,14 +451,16 @@ class TraceWriter:
         header = self._checked({**self._header, **extra, "times": dict(times or {})})
         self._flush()
         with self._failing(self.path / FORWARDS):
-            self._forward_log.flush()
-            self._text_log.flush()
+            for log in (self._forward_log, self._text_log):
+                log.flush()
+                log.seal()
         header["complete"] = complete
         header["logs"] = [self._forward_log.entry(), self._text_log.entry()]
         header["shards"] = [self._shards[index] for index in range(len(self._shards))]
         with self._failing(self.path / HEADER):
             replace_file(self.path / HEADER, [encode(header)], durable=self._durable)
         self._state = "finished"
+        self._close_logs()
 
     def abort(self) -> None:
         """Writes what is buffered as a last shard and leaves the trace incomplete; nothing after a failure.
@@ -473,6 +477,11 @@ class TraceWriter:
                 self._text_log.flush()
         finally:
             self._state = "aborted"
+            self._close_logs()
+
+    def _close_logs(self) -> None:
+        self._forward_log.close()
+        self._text_log.close()
 
     def __enter__(self) -> Self:
         return self
@@ -526,7 +535,7 @@ class TraceWriter:
             self._grown = False
 
     @contextmanager
-    def _failing(self, path: Path) -> Iterator[None]:
+    def _failing(self, path: Place) -> Iterator[None]:
         whole = len(self._shards)
         try:
             with writing(
@@ -535,8 +544,9 @@ class TraceWriter:
                 yield
         except TraceWriteError:
             self._state = "failed"
-            with suppress(OSError):
-                path.with_name(f".{path.name}.tmp").unlink(missing_ok=True)
+            if isinstance(path, Path):
+                with suppress(OSError):
+                    path.with_name(f".{path.name}.tmp").unlink(missing_ok=True)
             raise
 
     def _must_be_open(self) -> None:

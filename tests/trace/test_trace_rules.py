@@ -372,6 +372,7 @@ def test_every_rule_has_a_malformed_trace_or_a_test_of_its_own() -> None:
         errors.TraceWriteError,  # test_trace_misuse.py
         errors.TraceDiskFull,  # test_trace_damage.py
         errors.WriterClosed,  # test_trace_misuse.py
+        errors.StoreUnusable,  # test_trace_stores.py
     }
     assert {expected for expected, _ in CASES.values()} | own == all_rules()
 

@@ -6,12 +6,14 @@ import json
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from detdiff.errors import TraceError
 from detdiff.trace import Embeddings, Generated, Lens, Rows, Site, Trace, TraceWriter, Value
+
+P = TypeVar("P", Path, str)
 
 SITES = (
     Site("embed_tokens", "embedding", None, ("in",), ("out",), None),
@@ -113,7 +115,7 @@ def fill(
             after(number)
 
 
-def write_sample(path: Path, forwards: int = 5, times: dict[str, Any] | None = None) -> Path:
+def write_sample(path: P, forwards: int = 5, times: dict[str, Any] | None = None) -> P:
     """A complete trace of ``forwards`` forwards, two a shard."""
     with TraceWriter(path, HEADER, shard_forwards=2) as writer:
         fill(writer, forwards)

@@ -27,7 +27,7 @@ from detdiff.engines.schedule import Work
 from detdiff.engines.tasks import Pooling
 from detdiff.errors import EngineRefuses, LayoutError, OracleRefused, ScenarioError
 from detdiff.scenario import EMBED, SCORE, Scenario
-from detdiff.trace import Site, Trace
+from detdiff.trace import Place, Site, Trace
 
 from .model import LoadedModel, encode, load
 from .model_directory import config_value
@@ -188,7 +188,7 @@ class MlxEngine:
         draft = self.models(scenario).draft
         return {} if draft is None else draft.identity
 
-    def live(self, scenario: Scenario, path: Path | None) -> PackedLive:
+    def live(self, scenario: Scenario, path: Place | None) -> PackedLive:
         """A run of requests that come while it runs, recorded into the new directory ``path``. See `PackedLive`."""
         from .live import PackedLive
 

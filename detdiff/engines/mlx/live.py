@@ -10,7 +10,6 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import mlx.core as mx
@@ -25,7 +24,7 @@ from detdiff.engines.schedule import Work
 from detdiff.errors import EngineRefuses
 from detdiff.scenario import GENERATE, Request, Scenario
 from detdiff.scenario.sampling import KEYED
-from detdiff.trace import TraceWriter
+from detdiff.trace import Place, TraceWriter
 
 from .model import context_limit, encode, encode_messages
 from .requests import prepare
@@ -45,7 +44,7 @@ class PackedLive:
     what preparing a run raises.
     """
 
-    def __init__(self, engine: MlxEngine, scenario: Scenario, path: Path | None) -> None:
+    def __init__(self, engine: MlxEngine, scenario: Scenario, path: Place | None) -> None:
         self._engine, self._scenario, self._loaded = engine, _checked(scenario), engine.loaded
         models = engine.models(scenario)
         self._sessions = Sessions.of(scenario, models)
@@ -69,7 +68,7 @@ class PackedLive:
             self._record(path)
         self._started, self._clock = time.time(), time.perf_counter()
 
-    def _record(self, path: Path) -> None:
+    def _record(self, path: Place) -> None:
         scenario, session = self._scenario, self._sessions.target
         own = {"requests": [], **self._sessions.header(scenario, self._engine.models(scenario))}
         head = header(scenario, self._engine, own)
