@@ -55,6 +55,10 @@ WRONG: Final[dict[str, tuple[str, str]]] = {
         "padding-runs-through-the-convolution-of-baichuan_m1",
     ),
     "gemma2": ("gemma2 lays the batch's mask over its heads", "gemma2-lays-the-batchs-mask-over-its-heads"),
+    "minimax_m3_vl": (
+        "minimax_m3_vl cuts its key blocks over padding",
+        "minimax_m3_vl-cuts-its-key-blocks-over-padding",
+    ),
     "plamo3": (
         "plamo3's windows are one longer in a prompt",
         "plamo3s-windows-are-one-longer-in-a-prompt-than-afterwards",

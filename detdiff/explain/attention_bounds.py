@@ -42,6 +42,17 @@ class AttentionOperation:
     roundings: AttentionRoundings | None = None
     seen: tuple[int, ...] | None = None
 
+    def attends_as(self, other: AttentionOperation) -> bool:
+        """Whether every head of another call's row sees the same keys."""
+        return self._attended() == other._attended()
+
+    def _attended(self) -> list[list[bytes]]:
+        heads = np.broadcast_to(self.bias, (self.q.shape[1], *self.bias.shape[1:]))
+        return [
+            sorted(self.keys[:, key].tobytes() for key in np.flatnonzero((head > -np.inf).any(axis=0)))
+            for head in heads
+        ]
+
     def bounded(self, arithmetic: Arithmetic) -> BoundedOutputs:
         rows, heads, width = self.q.shape
         kv_heads, keys, value_width = self.values.shape
@@ -352,6 +363,26 @@ def _quantised(dtype: str, keys: int, width: int) -> AttentionRoundings:
         sums=((keys + 6, "float32"), (keys + 1, dtype)),
         weights=((1, dtype),),
         multiplied=True,
+    )
+
+
+def latent_roundings(dtype: str, keys: int, width: int, rank: int, quantised: bool) -> AttentionRoundings:
+    """Attention on MLX's CPU over latents of ``rank`` numbers, whether the weights of keys and values (``quantised``: codes) make keys and
+    values of them, or are multiplied by the query and by the output.
+
+    Read in mlx-lm 0.32.2 models/deepseek_v3.py DeepseekV3Attention and models/mla.py; products of codes are summed in the dtype.
+    """
+    sums = dtype if quantised else "float32"
+    product: tuple[Count, ...] = ((rank + 3, sums), (3, dtype))
+    return AttentionRoundings(
+        query=((width + 3, sums), (3, dtype)),
+        cached=product,
+        score=((max(width, rank) + 1, "float32"),),
+        scores=((4, dtype),),
+        apart=3,
+        power=8,
+        sums=((2 * keys + 6, "float32"),),
+        weights=((1, dtype),),
     )
 
 

@@ -380,11 +380,17 @@ class Scores:
         return pairs
 
     def _nearer(self, judged: Sequence[JudgedOrigins]) -> Sides:
+        # Where a forward ends with a row on one side alone, that side has the state behind the row's output too.
+        sizes = [min(each.a[2].errors.size, each.b[2].errors.size) for each in judged]
         joined = [
             dataclasses.replace(
                 side[0][2],
-                errors=np.concatenate([each.errors.ravel() for _, _, each in side]),
-                scale=np.concatenate([each.scale.ravel() for _, _, each in side]),
+                errors=np.concatenate(
+                    [each.errors.ravel()[:n] for (_, _, each), n in zip(side, sizes, strict=True)]
+                ),
+                scale=np.concatenate(
+                    [each.scale.ravel()[:n] for (_, _, each), n in zip(side, sizes, strict=True)]
+                ),
             )
             for side in ([each.a for each in judged], [each.b for each in judged])
         ]

@@ -138,6 +138,10 @@ class Captured:
         forwards = self.trace.row_index().forward
         return next((row for row in reversed(rows) if until is None or forwards[row] <= until), None)
 
+    def forward(self, row: int) -> int:
+        """The forward of a row in this run, which may have fewer of them than the run that it repeats."""
+        return int(self.trace.row_index().forward[row])
+
     def value(self, row: int, site: str, port: str) -> Values | None:
         """What a port held in a row of the trace; None where it was not captured."""
         try:
@@ -191,9 +195,14 @@ class Captured:
 
     def write_site(self, layer: int | None, *, draft: bool) -> Site:
         """Where a layer's cache is written; raises OracleRefused."""
-        for site in self._names.values():
-            if site.kind == "cache_write" and site.layer == layer and site.name.startswith(DRAFT) == draft:
-                return site
+        found = [
+            site
+            for site in self._names.values()
+            if site.kind == "cache_write" and site.layer == layer and site.name.startswith(DRAFT) == draft
+        ]
+        if found:
+            # What an indexer keeps beside it are keys alone.
+            return max(found, key=lambda site: len({port.partition(".")[0] for port in site.outputs}))
         raise OracleRefused(
             f"Layer {layer} writes no cache of its own, so what its attention read is not known. Judge the sites around it."
         )

@@ -1,6 +1,6 @@
 """The bounds of recurrences: a state that is carried from row to row, in float64 beside how far float32 can be from it.
 
-Both forms are linear in the state, so that an error is carried on as the state is, and each row adds its own roundings.
+All forms are linear in the state, so that an error is carried on as the state is, and each row adds its own roundings.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import numpy as np
 from .bounds import BoundedOutputs, output_rounded
 from .roundings import SMALLEST, U32, UNIT, Arithmetic, Float64, growth
 
+_CHUNK_ROWS = 128
 _FUNCTION = 16
 """Roundings that an exponential, a logarithm of one more, or a logistic function stays within, of any library."""
 
@@ -56,6 +57,44 @@ class GatedDelta:
             y, size = (s * q).sum(-1), (np.abs(s) * np.abs(q)).sum(-1)
             e_y = (e * np.abs(q)).sum(-1) + width * ((np.abs(s) + e) * np.abs(q)).sum(-1)
         return _outputs(y, e_y, size, s, e, self, f"gated delta rule over {len(self.q)} rows")
+
+
+@dataclass(frozen=True, eq=False)
+class GatedLinear:
+    """Linear attention with a decay over rows t of one request, in heads h: the state [h, k, v] decays by exp(decay), gains the product of
+    key and value, and is read at the query times ``scale``.
+
+    ``q`` and ``k`` (t, h, k), ``v`` (t, h, v), ``decay`` (h,); ``state`` before the first row. Outputs as in ``GatedDelta``. Bounds hold
+    for the recurrence and for mlx-lm 0.32.2 models/bailing_hybrid.py recurrent_gla, which sums up to 128 rows at once and spreads their
+    decays over queries and keys.
+    """
+
+    q: Float64
+    k: Float64
+    v: Float64
+    decay: Float64
+    scale: float
+    state: Float64
+    ends: bool
+    dtype: str
+
+    def bounded(self, arithmetic: Arithmetic) -> BoundedOutputs:
+        rows, width = len(self.q), self.k.shape[-1]
+        spread = 8 * U32 * np.abs(self.decay) * max(rows, _CHUNK_ROWS)
+        each = growth((width + 2 * rows + 3 * _FUNCTION, U32), (4, UNIT[self.dtype]))
+        off = (np.expm1(spread) + each)[:, None, None]
+        ages = np.arange(rows, dtype=np.float64)[::-1, None]
+        kept = np.exp(ages * self.decay)
+        s = np.einsum("th,thk,thv->hkv", kept, self.k, self.v)
+        size = np.einsum("th,thk,thv->hkv", kept, np.abs(self.k), np.abs(self.v))
+        first = np.exp(rows * self.decay)[:, None, None]
+        s, size = s + first * self.state, size + first * np.abs(self.state)
+        e = off * size + SMALLEST["float32"]
+        q = self.q[-1] * self.scale
+        y = np.einsum("hk,hkv->hv", q, s)
+        whole = np.einsum("hk,hkv->hv", np.abs(q), size)
+        e_y = np.einsum("hk,hkv->hv", np.abs(q), e) + off[..., 0] * whole
+        return _outputs(y, e_y, whole, s, e, self, f"linear attention with a decay over {rows} rows")
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,7 +153,13 @@ class StateSpace:
 
 
 def _outputs(
-    y: Float64, e_y: Float64, size: Float64, s: Float64, e: Float64, scan: GatedDelta | StateSpace, what: str
+    y: Float64,
+    e_y: Float64,
+    size: Float64,
+    s: Float64,
+    e: Float64,
+    scan: GatedDelta | GatedLinear | StateSpace,
+    what: str,
 ) -> BoundedOutputs:
     bound, over = output_rounded(y, e_y, Arithmetic("native", scan.dtype, "cpu", 1))
     parts = [(y, bound, size, over)]

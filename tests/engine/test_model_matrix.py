@@ -22,6 +22,19 @@ SOUND = {
     "lfm2": ("static",),
 }
 
+ROUNDED = {
+    "bailing_hybrid": ("static",),  # its decay over several rows and over one
+    "deepseek_v32": ("chunk 7",),  # latents, of which it chooses some
+    "gemma4": ("static",),  # layers that read another layer's ring
+    "mamba2": ("continuous",),  # prompts that end before the longest of their batch
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ROUNDED)
+def test_what_a_sound_class_rounds_otherwise_is_called_rounding(name: str) -> None:
+    assert {answer.verdict for answer in answers(name, ROUNDED[name]).values()} == {"numerics"}
+
 
 @pytest.mark.parametrize("name", some_now(SOUND, 0, 1))
 def test_a_sound_class_is_not_called_a_bug(name: str) -> None:
@@ -34,8 +47,9 @@ def test_a_sound_class_is_not_called_a_bug(name: str) -> None:
 
 @pytest.mark.thorough
 def test_a_class_that_is_wrong_in_a_batch_is_called_one() -> None:
-    found = answers("baichuan_m1", ("static", "chunk 2"))
-    assert found["static"].verdict == "bug" and found["chunk 2"].verdict == "identical"
+    for name in ("baichuan_m1", "afm7"):
+        found = answers(name, ("static", "chunk 2"))
+        assert found["static"].verdict == "bug" and found["chunk 2"].verdict == "identical"
 
 
 def test_the_page_has_every_class(capsys: pytest.CaptureFixture[str]) -> None:

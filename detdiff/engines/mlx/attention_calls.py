@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from detdiff.engines.mlx.taps.forward import Attend, Forward, handle
 from detdiff.engines.mlx.taps.operations import ATTENTION_NAMES
+from detdiff.engines.mlx.taps.visible import HIDDEN
 from detdiff.errors import OracleRefused
 from detdiff.explain.attention_bounds import AttentionOperation
 from detdiff.explain.bounds import exact_weight, magnitude
@@ -67,18 +68,23 @@ class CalledRow:
 
     def bias(self) -> Float64:
         """What is added to its scores, [1 or heads, keys], minus infinity where a key is masked."""
-        mask, rows = self.call.given.get("mask"), self.call.given["queries"].shape[2]
+        slots, _, rows, _ = self.call.given["queries"].shape
         keys = self.side("keys")[0].shape[1]
-        if mask is None:
-            return np.zeros((1, keys))
-        if isinstance(mask, str):
-            return np.where(np.arange(keys) <= keys - rows + self.row, 0.0, -np.inf)[None]
-        heads = mask.shape[-3] if mask.ndim > 2 else 1
-        whole = mx.broadcast_to(mask, (self.call.given["queries"].shape[0], heads, rows, keys))
-        mine = whole[self.slot, :, self.row]
-        if mine.dtype == mx.bool_:
-            return np.where(np.array(mine), 0.0, -np.inf)
-        return numbers(mine)
+        return added(self.call.given.get("mask"), self.slot, self.row, slots, rows, keys)
+
+
+def added(mask: Any, slot: int, row: int, slots: int, rows: int, keys: int) -> Float64:
+    """What a mask adds to the scores of one of ``rows`` rows, [1 or heads, keys], minus infinity where a key is masked."""
+    if mask is None:
+        return np.zeros((1, keys))
+    if isinstance(mask, str):
+        return np.where(np.arange(keys) <= keys - rows + row, 0.0, -np.inf)[None]
+    heads = mask.shape[-3] if mask.ndim > 2 else 1
+    mine = mx.broadcast_to(mask, (slots, heads, rows, keys))[slot, :, row]
+    if mine.dtype == mx.bool_:
+        return np.where(np.array(mine), 0.0, -np.inf)
+    scores = numbers(mine)
+    return np.where(scores <= HIDDEN, -np.inf, scores)
 
 
 def numbers(array: mx.array) -> Float64:
@@ -257,8 +263,13 @@ def order_moves(a: Captured, b: Captured, origin: OriginRow) -> dict[str, bool]:
     Raises OracleRefused where a call was not kept, or the rows did not see the same entries.
     """
     rows = []
-    for captured, forward in ((a, origin.forward_a), (b, origin.forward_b)):
-        key = origin.site.name, captured.number(origin.request), origin.position, forward
+    for captured, place in ((a, origin.row_a), (b, origin.row_b)):
+        key = (
+            origin.site.name,
+            captured.number(origin.request),
+            origin.position,
+            captured.forward(place),
+        )
         found = None if captured.watch is None else captured.watch.rows.get(key)
         if found is None:
             raise OracleRefused(f"The call of {origin.site.name} was not kept. Judge the sites around it.")

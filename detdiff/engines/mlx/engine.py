@@ -279,11 +279,11 @@ class MlxEngine:
 
         return AttentionWatch(frozenset(rows), scans=ScanWatch(frozenset(scans)) if scans else None)
 
-    def scanned(self, captured: Captured, origin: OriginRow, forward: int) -> tuple[Operation, Any, str]:
+    def scanned(self, captured: Captured, origin: OriginRow, place: int) -> tuple[Operation, Any, str]:
         """See ``explain.controls.oracle``."""
         from .scan_calls import scanned
 
-        return scanned(captured, origin, forward)
+        return scanned(captured, origin, place)
 
 
 def engine_of_objects(given: Any) -> MlxEngine | str:

@@ -291,10 +291,26 @@ class SiteRows:
             name = name.rpartition(".")[0]
         return leaves.get(name)
 
+    def _around(self) -> Module | None:
+        """The module that the site's own is in."""
+        model = getattr(self._model, "model", self._model)
+        module = model if not isinstance(self._model, Module) else self._model
+        inner = self._module()
+        return next((each for _, each in module.named_modules() if inner in each.children().values()), None)
+
     def _head_width(self, whole: int) -> int:
-        """The width of a head, as the layer's cache has it."""
-        site = self._captured.write_site(self._site.layer, draft=self._site.name.startswith(DRAFT))
-        width = self._captured.needed(self._rows[0], site, "K.0").data.size
+        """The width of a head: that of the rotated part where a module has one, else as the layer's cache has it, or, where it reads
+        another layer's, as its module says."""
+        around = self._around()
+        width = getattr(around, "qk_rope_head_dim", None)
+        try:
+            if width is None:
+                site = self._captured.write_site(self._site.layer, draft=self._site.name.startswith(DRAFT))
+                width = self._captured.needed(self._rows[0], site, "K.0").data.size
+        except OracleRefused:
+            width = getattr(around, "head_dim", None)
+            if width is None:
+                raise
         if whole % width:
             raise OracleRefused(
                 f"{self._site.name} turns {whole} numbers, which are no whole heads of {width}. Judge the sites around it."

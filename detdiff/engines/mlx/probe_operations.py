@@ -313,6 +313,9 @@ class _Inputs:
     def scan(self, kind: str, native: Callable[..., Any], args: Any, kw: Any) -> Any:
         return native(*args, **kw)
 
+    def latent(self, name: str, native: Callable[..., Any], module: Module, x: Any, transpose: bool) -> Any:
+        return native(x, transpose=transpose)
+
     def cache(self, native: Callable[..., Any], cache: Any, args: Any) -> Any:
         return native(*args)
 

@@ -26,6 +26,7 @@ AT_MOST: Final = 40
 LARGEST: Final = 8
 """Further ones: those with the largest differences among what was captured for the others."""
 _LOOKED_AT: Final = 1000
+CHOSEN: Final = "its layer chose other entries to attend in the two runs, after something before it differed"
 NO_BOUND: Final = "composites have no bound of one operation"
 
 
@@ -110,7 +111,7 @@ def judged(case: Case, at_most: int) -> Outcome:
         taken = {id(each) for each in plain}
         plain += [each for each in _largest(origin_rows, sides) if id(each) not in taken]
         for group in _groups(plain):
-            _judge(case, sides, group, scores)
+            _judge(case, sides, group, scores, _moved_before(group[0], origin_rows))
         for each in between if known else ():
             _judge_scan(case, sides, each, scores)
     worst = scores.first_outside()
@@ -273,9 +274,9 @@ def _judge_scan(case: Case, sides: Sequence[Captured], origin: OriginRow, scores
 
     try:
         found, operations = [], []
-        for name, captured, forward in zip("ab", sides, (origin.forward_a, origin.forward_b), strict=True):
+        for name, captured, place in zip("ab", sides, (origin.row_a, origin.row_b), strict=True):
             engine: Any = case.engine(name)
-            operation, output, dtype = engine.scanned(captured, origin, forward)
+            operation, output, dtype = engine.scanned(captured, origin, place)
             backend: Any = captured.trace.header["environment"].get("backend", "cpu")
             arithmetic = Arithmetic("native", dtype, backend)
             found.append((output, arithmetic, judge(operation, output, arithmetic)))
@@ -285,7 +286,20 @@ def _judge_scan(case: Case, sides: Sequence[Captured], origin: OriginRow, scores
         scores.skip(origin, str(error).partition(". ")[0])
 
 
-def _judge(case: Case, sides: Sequence[Captured], group: list[OriginRow], scores: Scores) -> None:
+def _moved_before(attention: OriginRow, origin_rows: Sequence[OriginRow]) -> bool:
+    """Whether something else in the layer of an attention differs up to its row: a model that chooses the entries it attends may then
+    choose others."""
+    return attention.site.kind == "attention" and any(
+        each.site.kind != "attention"
+        and (each.site.layer, each.request) == (attention.site.layer, attention.request)
+        and each.position <= attention.position
+        for each in origin_rows
+    )
+
+
+def _judge(
+    case: Case, sides: Sequence[Captured], group: list[OriginRow], scores: Scores, moved: bool = False
+) -> None:
     from detdiff_kernels import UnsupportedFormat
 
     from ..oracle import JudgedOrigins, judge
@@ -300,9 +314,12 @@ def _judge(case: Case, sides: Sequence[Captured], group: list[OriginRow], scores
         both = ([each.row_a for each in group], [each.row_b for each in group])
         for name, captured, call, rows in zip("ab", sides, (first.call_a, first.call_b), both, strict=True):
             engine: Any = case.engine(name)
-            if own or not operations:
+            if own or moved or not operations:
                 asked = first.site, captured, first.request, rows, case.scenario(name)
                 operations.append(engine.operation(*asked))
+                if moved and not operations[0].attends_as(operations[-1]):  # type: ignore[attr-defined]
+                    scores.skip(first, CHOSEN)
+                    return
             output, dtype = captured.output(first.site, rows)
             backend = str(captured.trace.header["environment"].get("backend", "cpu"))
             arithmetic = Arithmetic(call.path or "native", dtype, backend, call.rows)  # type: ignore[arg-type]

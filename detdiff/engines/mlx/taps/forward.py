@@ -233,11 +233,13 @@ class ForwardRows:
 
 @dataclass(frozen=True)
 class KeyReader:
-    """An attention call of the site ``key`` on what a cache gave back: ``columns`` keys, under ``mask``."""
+    """An attention call of the site ``key`` on what a cache gave back: ``columns`` keys, under ``mask``; ``chosen`` are the keys where a
+    model gave it fewer than came back."""
 
     key: str
     columns: int
     mask: Any
+    chosen: mx.array | None = None
 
 
 @dataclass

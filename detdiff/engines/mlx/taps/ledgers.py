@@ -18,7 +18,7 @@ from detdiff.trace import head_weight, position_weight
 from .digests import EntrySums, digest_entries, fold_entries
 from .entries import Source
 from .forward import CacheCall, Forward, Memory, Segment, memory
-from .visible import Masks, Sight
+from .visible import Masks, Sight, spread
 
 UInt64 = NDArray[np.uint64]
 Int64 = NDArray[np.int64]
@@ -181,6 +181,10 @@ class Ledgers:
                 for reader in call.readers
                 if reader.columns == len(found)
             }
+            for reader in call.readers:
+                if reader.chosen is not None and not call.device:
+                    own = masks.sight(reader, segment, columns, packed)
+                    sights[reader.key] = digests.among(found, reader.chosen, slot, own)
             known = {key: sight for key, sight in sights.items() if sight is not None}
             sight = next(iter(known.values()), None) or _presumed(call, placed)
             written, read = sums.over(sight.first, sight.last, sight.seen)
@@ -424,6 +428,16 @@ class _CallDigests:
     def _read(self, slot: int) -> UInt64:
         device = [np.asarray(array)[slot] for array in self._call.device]
         return self._joined(device or [digest_entries(part, slot) for part in self._returned])
+
+    def among(self, found: UInt64, keys: Any, slot: int, sight: Sight | None) -> Sight | None:
+        """What rows see of ``found`` uint64 [columns, heads] by their ``sight`` of keys that a model chose among these; None where one of
+        them is not there."""
+        given = digest_entries(memory(keys), slot)
+        if sight is None or given.shape[1] > found.shape[1]:
+            return None
+        places = {row.tobytes(): n for n, row in enumerate(found[:, : given.shape[1]])}
+        columns = [places.get(row.tobytes(), -1) for row in given]
+        return None if -1 in columns else spread(sight, np.array(columns, np.int64), len(found))
 
     def stored(self, slot: int) -> UInt64:
         """uint64 [at least as many columns, heads]."""

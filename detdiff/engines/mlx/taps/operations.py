@@ -32,6 +32,7 @@ from .kernel_plan import (
     name_of,
     operand,
 )
+from .visible import HIDDEN
 
 _REMEMBERED = 1 << 14
 
@@ -204,6 +205,8 @@ class AttentionCalls:
 
     def __init__(self, chooser: PathChooser, kernels: Kernels) -> None:
         self._chooser, self._kernels = chooser, kernels
+        self.source: Callable[[Any], Any] = lambda keys: None
+        """The cache that gave these keys, where a layer reads those of another one."""
 
     def run(self, place: CallSite, native: Native, args: Any, kw: Any) -> tuple[mx.array, TakenPath]:
         """The output [B, heads, rows, D] of one call, and the path that gave it."""
@@ -265,6 +268,7 @@ class AttentionCalls:
             for row in range(rows):
                 alone = _alone(given, slot, row)
                 cache = given.get("cache")
+                cache = self.source(given["keys"]) if cache is None else cache
                 if cache is not None and type(cache).__name__ not in _IN_ORDER:
                     alone = _sorted(alone)
                 spans = self._chooser.planned(place, attention_call(alone))
@@ -364,13 +368,12 @@ def _sorted(alone: Given) -> Given:
     """A row's call over the keys that it sees alone, sorted by their bits and their values': the same for the same entries."""
     parts = [_several(alone[side]) for side in ("keys", "values")]
     mask = alone["mask"]
-    full = None if mask is None else np.array(mask if mask.dtype == mx.bool_ else mask.astype(mx.float32))
-    heads = None if full is None else full.reshape(-1, full.shape[-1])
     seen = np.arange(parts[0][0].shape[2])
-    if heads is not None:
-        seen = np.flatnonzero((heads if heads.dtype == np.bool_ else heads > -np.inf).any(axis=0))
-        whole = heads[:, seen].all() if heads.dtype == np.bool_ else not heads[:, seen].any()
-        mask = None if whole else mask
+    if mask is not None:
+        heads = shown(mask)
+        seen = np.flatnonzero(heads.any(axis=0))
+        added = mask.dtype != mx.bool_ and bool(mx.any(mask[..., mx.array(seen, mx.uint32)] != 0))
+        mask = mask if added or not heads[:, seen].all() else None
     raw = [
         np.array(part if part.dtype == mx.uint32 else part.astype(mx.float32))
         for side in parts
@@ -388,13 +391,19 @@ def _several(held: Any) -> tuple[mx.array, ...]:
 
 
 def _seen(mask: mx.array) -> tuple[int, int, mx.array | None]:
-    """(first, last, mask) for a row's mask [1, heads, 1, keys]: no mask is needed where one run of keys is seen whole."""
-    if mask.dtype != mx.bool_:
+    """(first, last, mask) for a row's mask [1, heads, 1, keys] where one run of keys is seen whole: none is needed where nothing is added."""
+    seen = shown(mask)
+    places = np.flatnonzero(seen.any(axis=0))
+    if not len(places) or places[-1] - places[0] + 1 != len(places) or not (seen == seen[0]).all():
         return 0, mask.shape[-1], mask
-    seen = np.asarray(mask).reshape(-1, mask.shape[-1])
-    places = np.flatnonzero(seen[0])
-    whole = len(places) and places[-1] - places[0] + 1 == len(places) and (seen == seen[0]).all()
-    return (int(places[0]), int(places[-1]) + 1, None) if whole else (0, mask.shape[-1], mask)
+    first, last = int(places[0]), int(places[-1]) + 1
+    return first, last, None if mask.dtype == mx.bool_ else mask[..., first:last]
+
+
+def shown(mask: mx.array) -> NDArray[np.bool_]:
+    """Which keys a mask [..., keys] shows, bool [rows of it, keys]."""
+    values = np.array(mask if mask.dtype == mx.bool_ else mask.astype(mx.float32)).reshape(-1, mask.shape[-1])
+    return values if values.dtype == np.bool_ else values > HIDDEN
 
 
 SCAN_NAMES = {
@@ -402,13 +411,22 @@ SCAN_NAMES = {
         "hidden_states", "A_log", "B", "C", "D", "dt", "dt_bias", "state", "time_step_limit", "mask", "lengths",
     ),
     "gated_delta": ("q", "k", "v", "g", "beta", "state", "mask"),
+    "recurrent_gla": ("q", "k", "v", "g", "scale", "h"),
 }  # fmt: skip
 """The arguments of mlx-lm's recurrences, in their order."""
 SCAN_ROWS = {
     "ssm_update": ("hidden_states", "B", "C", "dt", "mask"),
     "gated_delta": ("q", "k", "v", "g", "beta", "mask"),
+    "recurrent_gla": ("q", "k", "v", "mask"),
 }
-"""Those with a row axis, the second."""
+"""Those with a row axis: the second, and of q, k and v of the last the third, as of its output."""
+SCAN_STATES = {"ssm_update": "state", "gated_delta": "state", "recurrent_gla": "h"}
+"""The argument that is the state before the first row."""
+
+
+def row_axis(kind: str, name: str) -> int:
+    """The axis of the rows of an argument, or of the output ``y``."""
+    return 2 if kind == "recurrent_gla" and name != "mask" else 1
 
 
 def scanned(kind: str, native: Native, args: Any, kw: Any, *, single: bool) -> tuple[Given, mx.array, Any]:
@@ -430,13 +448,20 @@ def scanned(kind: str, native: Native, args: Any, kw: Any, *, single: bool) -> t
     if not single:
         return held, *call(given)
     rows = [name for name in SCAN_ROWS[kind] if given.get(name) is not None]
-    state, lengths, done = given.get("state"), given.get("lengths"), []
-    for row in range(given[rows[0]].shape[1]):
-        one = {name: given[name][:, row : row + 1] for name in rows}
-        more = {} if lengths is None else {"lengths": lengths - row}
-        y, state = call({**given, **one, **more, "state": state})
+    before = SCAN_STATES[kind]
+    state, lengths, done = given.get(before), given.get("lengths"), []
+    for row in range(given[rows[0]].shape[row_axis(kind, rows[0])]):
+        one = {
+            name: given[name][:, :, row : row + 1]
+            if row_axis(kind, name) == 2
+            else given[name][:, row : row + 1]
+            for name in rows
+        }
+        # How many of this call's own rows are the request's; below zero: its rows ended before.
+        more = {} if lengths is None else {"lengths": mx.minimum(lengths - row, 1)}
+        y, state = call({**given, **one, **more, before: state})
         done.append(handle(y))
-    return held, mx.concatenate(done, axis=1), state
+    return held, mx.concatenate(done, axis=row_axis(kind, "y")), state
 
 
 class Operations:

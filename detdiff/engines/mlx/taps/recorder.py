@@ -320,7 +320,9 @@ class Recorder:
             if call is not None:
                 # A model may change its mask in place before it is looked at.
                 seen = handle(shown) if isinstance(shown, mx.array) else shown
-                call.readers.append(KeyReader(key, key_count(held), seen))
+                columns = key_count(held)
+                fewer = 0 < columns < key_count(call.returned) and isinstance(held, mx.array)
+                call.readers.append(KeyReader(key, columns, seen, handle(held) if fewer else None))
 
     def block_done(self, key: str) -> None:
         record = self._record

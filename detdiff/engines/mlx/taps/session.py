@@ -22,7 +22,8 @@ from .entries import cache_kind, entry_parts
 from .experts import ExpertOrder
 from .forward import Attend, Forward, Packing, PathOverride, Recording, Sink, handle
 from .kernel_plan import CallSite, StagedWeights, TakenPath
-from .operations import Operations, scanned
+from .latent import EMBED, UNEMBED, LatentCall, rows_alone
+from .operations import ATTENTION_NAMES, Operations, scanned
 from .sites import Arrays, Discovery, SiteMap, discover, tapped, tapped_top, walk
 from .unread import CacheUpdate, CacheUpdates
 
@@ -86,11 +87,13 @@ class AttentionWatcher(Protocol):
 
 
 class ScanWatcher(Protocol):
-    """Sees recurrences as they are called."""
+    """Sees recurrences, and attention over latents, as they are called."""
 
     def scan(
         self, where: str, forward: Forward, given: Mapping[str, Any], y: mx.array, state: mx.array
     ) -> None: ...
+
+    def latent(self, where: str, forward: Forward, call: LatentCall) -> None: ...
 
 
 class Injector:
@@ -163,6 +166,7 @@ class Session:
         self.watch: AttentionWatcher | None = None
         self.scans: ScanWatcher | None = None
         self._updates = CacheUpdates()
+        self.operations.attention.source = self._source
         self._reset()
         self.sites: SiteMap = discover(model, self._discovering)
         if after is not None:
@@ -182,6 +186,7 @@ class Session:
         self._experts: ExpertOrder | None = None
         self._as_is = False
         self._last_updates: dict[int, CacheUpdate] = {}
+        self._latents: dict[str | None, LatentCall] = {}
 
     @contextlib.contextmanager
     def _discovering(self, sink: Sink) -> Iterator[None]:
@@ -458,6 +463,12 @@ class Session:
         place = self.sites.index.get(key) if self.watch is not None else None
         if self.watch is not None and self.forward is not None and place is not None:
             attend = self.watch.around(self.sites.sites[place].name, self.forward, attend)
+        latent = self._latents.pop(self._where, None)
+        if latent is not None:
+            latent.takes({**dict(zip(ATTENTION_NAMES, args, strict=False)), **kw})
+        if latent is not None and latent.expanded and self._single:
+            args, kw = (), latent.as_one_row()
+            queries = [kw["queries"]]
         y = attend(None, args, kw) if self.packing is None else self.packing.attention(attend, args, kw)
         y = self._injected(key, "out", y)
         if self._sink is not None:
@@ -468,13 +479,53 @@ class Session:
                     for name, place in (("keys", 1), ("mask", 5))
                 )
                 self.recording.attended(key, self._layer(key), keys, mask)
+        return y if latent is None else self._latent_done(latent, y)
+
+    @property
+    def _single(self) -> bool:
+        """Whether an override asks for every row alone."""
+        return self._override is not None and self._override.single_scans
+
+    def latent(
+        self, name: str, native: Callable[..., Any], module: Module, x: mx.array, transpose: bool
+    ) -> Any:
+        """A product with the weights of keys or values that latents stand for."""
+        watched = self.scans is not None or self._single
+        if not self._active or self.forward is None or self.packing is not None or not watched:
+            return native(x, transpose=transpose)
+        known = self._latents.get(self._where)
+        if name == EMBED:
+            queries, latents = (handle(x), None) if transpose else (None, handle(x))
+            self._latents[self._where] = LatentCall(module, native, not transpose, queries, latents)
+        elif known is not None:
+            known.unembed, known.times_values = module, native
+        alone = self._single and (known is None or not known.expanded) and transpose
+        y = rows_alone(native, x) if alone else native(x, transpose=transpose)
+        if name == UNEMBED and known is not None and known.given is not None:
+            self._latents.pop(self._where)
+            self._saw_latent(replace(known, y=handle(y)))
         return y
+
+    def _latent_done(self, call: LatentCall, y: mx.array) -> mx.array:
+        """What attention gives of a call over latents, whose weights of the values are still to come where it has one row."""
+        if not call.expanded:
+            self._latents[self._where] = call
+            return y
+        if self._single:
+            assert call.times_values is not None
+            y = rows_alone(call.times_values, y)
+        self._saw_latent(replace(call, y=handle(y)))
+        return y
+
+    def _saw_latent(self, call: LatentCall) -> None:
+        if self.scans is not None and self.forward is not None:
+            self.scans.latent(self._where or "", self.forward, call)
 
     def scan(self, kind: str, native: Callable[..., Any], args: Any, kw: Any) -> Any:
         """A recurrence of rows; on a path of single rows where an override says so."""
         if not self._active or self.forward is None:
             return native(*args, **kw)
-        single = self._override is not None and self._override.single_scans
+        single = self._single
         if self.scans is None and not single:
             return native(*args, **kw)
         given, y, state = scanned(kind, native, args, kw, single=single)
@@ -543,6 +594,10 @@ class Session:
         """The update of this forward in which a cache gave ``result`` back."""
         found = self._last_updates.get(id(cache))
         return found if found is not None and found.result is result else CacheUpdate(cache, result)
+
+    def _source(self, keys: Any) -> Any:
+        given = (each for each in self._last_updates.values() if isinstance(each.result, tuple))
+        return next((each.cache for each in given if each.result[0] is keys), None)
 
     def cache_call(self, keys: mx.array, values: mx.array, calls: list[CacheUpdate]) -> None:
         """Record one write of ``keys`` and ``values`` [slots, heads, columns, width], per cache that took part."""

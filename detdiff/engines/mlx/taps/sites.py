@@ -30,6 +30,8 @@ from detdiff.engines import base
 from detdiff.errors import LayoutError
 from detdiff.trace import Site
 
+from .latent import LATENT_CLASSES
+
 Arrays = list[tuple[str, mx.array]]
 
 LINEAR_CLASSES = (
@@ -217,16 +219,16 @@ class Discovery:
             self._written.append((key, cache, getattr(cache, "keys", None), getattr(cache, "values", None)))
 
     def unkept(self) -> dict[str, str]:
-        """The side of each write that the model replaced by something else after it, as one has no use for its values."""
+        """The side of each write that the model replaced by something else after it, or gives no width, as one has no use for its values."""
         found = {}
         for key, cache, keys, values in self._written:
             for side, then, now in (
                 ("K", keys, getattr(cache, "keys", None)),
                 ("V", values, getattr(cache, "values", None)),
             ):
-                if not (isinstance(then, mx.array) and isinstance(now, mx.array)) or now is then:
+                if not (isinstance(then, mx.array) and isinstance(now, mx.array)):
                     continue
-                if not bool(mx.array_equal(now, then)):
+                if not then.size or (now is not then and not bool(mx.array_equal(now, then))):
                     found[key] = side
         return found
 
@@ -459,6 +461,9 @@ class Taps(Protocol):
     def gather_sort(self, native: Callable[..., Any], args: Any) -> Any: ...
     def scan(self, kind: str, native: Callable[..., Any], args: Any, kw: Any) -> Any: ...
     def all_sum(self, native: Callable[..., Any], args: Any, kw: Any) -> Any: ...
+    def latent(
+        self, name: str, native: Callable[..., Any], module: Module, x: Any, transpose: bool
+    ) -> Any: ...
 
 
 def _swap(stack: contextlib.ExitStack, module: Module, methods: dict[str, Callable[..., Any]]) -> None:
@@ -503,6 +508,9 @@ def tapped(model: Module, taps: Taps) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for name, module, kind in list(walk(model)):
             _tap_module(stack, taps, name, module, kind)
+        for path, module in list(model.named_modules()):
+            if type(module).__name__ in LATENT_CLASSES:
+                _tap_latent(stack, taps, path.rpartition(".")[2], module)
         _tap_top(stack, taps, model)
         for owner in model_modules(model):
             if "scaled_dot_product_attention" in vars(owner):
@@ -543,6 +551,15 @@ def _tap_module(stack: contextlib.ExitStack, taps: Taps, name: str, module: Modu
     _swap(stack, module, methods)
 
 
+def _tap_latent(stack: contextlib.ExitStack, taps: Taps, name: str, module: Module) -> None:
+    call = type(module).__call__
+
+    def latent(self: Module, x: Any, transpose: bool = True) -> Any:
+        return taps.latent(name, lambda *a, **k: call(self, *a, **k), self, x, transpose)
+
+    _swap(stack, module, {"__call__": latent})
+
+
 def _tap_top(stack: contextlib.ExitStack, taps: Taps, model: Module) -> None:
     call = type(model).__call__
 
@@ -564,8 +581,7 @@ def _tap_attention(stack: contextlib.ExitStack, taps: Taps, owner: ModuleType) -
 def _scans(model: Module) -> Iterator[tuple[ModuleType, str]]:
     """Where the recurrences of a model's modules are called from, with their names."""
     for owner in model_modules(model):
-        if "ssm_update" in vars(owner):
-            yield owner, "ssm_update"
+        yield from ((owner, name) for name in ("ssm_update", "recurrent_gla") if name in vars(owner))
     gated = sys.modules.get("mlx_lm.models.gated_delta")
     if gated is not None:
         # What makes gates and rates of a layer's projections is around these.
@@ -575,7 +591,7 @@ def _scans(model: Module) -> Iterator[tuple[ModuleType, str]]:
 
 
 def _tap_scan(stack: contextlib.ExitStack, taps: Taps, owner: ModuleType, name: str) -> None:
-    native, kind = vars(owner)[name], name if name == "ssm_update" else "gated_delta"
+    native, kind = vars(owner)[name], "gated_delta" if name.startswith("gated_delta") else name
 
     def scan(*args: Any, **kw: Any) -> Any:
         return taps.scan(kind, native, args, kw)

@@ -124,6 +124,15 @@ def _columns(shown: NDArray[np.bool_], count: int) -> Sight:
     return Sight(first[spread], last[spread], seen)
 
 
+def spread(sight: Sight, columns: Int64, width: int) -> Sight:
+    """What is seen of ``width`` columns by the sight of keys that lie in ``columns`` int64 [keys] of these."""
+    shown = np.zeros((len(sight.first), width), np.bool_)
+    for row, (first, last) in enumerate(zip(sight.first.tolist(), sight.last.tolist(), strict=True)):
+        mine = columns[first : last + 1]
+        shown[row, mine if sight.seen is None else mine[sight.seen[row, first : last + 1]]] = True
+    return _columns(shown, len(shown))
+
+
 def limited(sight: Sight, placed: Int64, segment: Segment) -> list[dict[str, Any]]:
     """What a trace says of the rows of a segment that do not see just the positions from 0 to their own.
 
