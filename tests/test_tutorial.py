@@ -15,6 +15,7 @@ pytestmark = pytest.mark.thorough
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "tutorial.md"
 TURNS = ROOT / "docs" / "turns.md"
+DISTRIBUTED = ROOT / "docs" / "distributed.md"
 
 
 def steps(text: str) -> Iterator[tuple[str, int, str]]:
@@ -58,6 +59,22 @@ def test_the_commands_of_turns_do_what_their_page_says() -> None:
         result = run(*shlex.split(command))
         assert result.exit_code == code, (command, result.output)
         assert shown
+        for line in shown.splitlines():
+            assert words(line) in words(result.output), (command, line, result.output)
+
+
+def test_the_commands_of_several_processes_do_what_their_page_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "scenario.toml").write_text(
+        'model = "builtin"\nmax_tokens = 2\n[[request]]\nprompt = "In the beginning"\n'
+    )
+    found = list(steps(DISTRIBUTED.read_text(encoding="utf-8")))
+    assert [command.partition(" ")[0] for command, *_ in found] == ["record", "compare"]
+    for command, code, shown in found:
+        result = run(*shlex.split(command))
+        assert result.exit_code == code, (command, result.output)
         for line in shown.splitlines():
             assert words(line) in words(result.output), (command, line, result.output)
 

@@ -278,13 +278,12 @@ class JudgedOrigins:
     def explained(self, run: str) -> int | None:
         """The significant bits of inputs that bring a side inside its bound; None where none of those tried does."""
         output, arithmetic, _ = self.a if run == "a" else self.b
-        if not isinstance(self.operation, Linear | Switch):
+        operation = self._of(run)
+        if not isinstance(operation, Linear | Switch):
             return None
         for bits in PRECISIONS:
             for nearest in (True, False):
-                narrow = dataclasses.replace(
-                    self.operation, x=significant(self.operation.x, bits, nearest=nearest)
-                )
+                narrow = dataclasses.replace(operation, x=significant(operation.x, bits, nearest=nearest))
                 if judge(narrow, output, arithmetic).inside:
                     return bits
         return None

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +23,7 @@ from process_faults import (
     StaleShard,
     model_directory,
 )
-from tiers import FULL, some_now
+from tiers import FULL, only_in_full, some_now
 
 from detdiff.compare import compare
 from detdiff.engines.mlx.sharded import processes
@@ -35,7 +38,9 @@ from detdiff.explain.verdict import Verdict
 from detdiff.scenario import Capture, Request, Scenario, Schedule
 from detdiff.trace import Trace, digest_rows
 
-MODELS = some_now(("llama", "qwen3", "qwen3_moe"), 0)
+MODELS = some_now(("llama", "llama bfloat16"), 0)
+if FULL:
+    MODELS += ["qwen3", "qwen3 bfloat16", "qwen3_moe", "qwen3_moe bfloat16", "qwen2"]
 
 
 @dataclass
@@ -67,7 +72,8 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
     def pair(name: str) -> Pair:
         if name not in opened:
-            directory = model_directory(folder, name)
+            architecture, _, dtype = name.partition(" ")
+            directory = model_directory(folder, architecture, dtype=dtype or "float32")
             a, b = Pair(name, directory, None, None).scenarios()  # type: ignore[arg-type]
             engine = open_engine(b)
             assert isinstance(engine, ShardedEngine)
@@ -220,26 +226,7 @@ def _gone(pids: list[int]) -> bool:
     return not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
-@pytest.mark.thorough
-def test_a_killed_process_ends_the_run_with_a_paragraph_and_a_readable_trace(
-    pairs: Any, tmp_path: Path
-) -> None:
-    pair = pairs("llama")
-    _, b = pair.scenarios(12)
-    pids = _pids(pair.sharded)
-    from detdiff.engines.base import RunOptions
-
-    with pytest.raises(ProcessLost, match=r"Process 1 of the 2 .* ended by signal 9") as error:
-        record(b, tmp_path / "killed", engine=pair.sharded, options=RunOptions(faults=(Dies(1, 9),)))
-    assert "\n" not in str(error.value)
-    assert processes.ENDS < 30 and _gone(pids)
-    left = Trace.open(tmp_path / "killed")
-    assert not left.complete and len(left.row_index().forward) and len(left.forwards()) >= 4
-    # The next run starts others.
-    assert record(b, tmp_path / "whole", engine=pair.sharded).complete
-
-
-@pytest.mark.thorough
+@only_in_full("a process that stands still takes the seconds in which others wait for it")
 def test_a_process_that_stands_still_ends_the_run(
     pairs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -266,7 +253,7 @@ def test_a_process_that_stands_still_ends_the_run(
         ("llama", {"hidden_size": 96, "num_attention_heads": 3, "num_key_value_heads": 3}, "3 n_heads"),
     ],
 )
-@pytest.mark.thorough
+@only_in_full("two more starts of processes")
 def test_heads_that_cannot_be_dealt_out_are_refused(
     tmp_path: Path, name: str, changes: dict[str, Any], said: str
 ) -> None:
@@ -284,3 +271,36 @@ def test_what_is_not_run_over_processes_is_refused(pairs: Any, tmp_path: Path) -
         record(packed, tmp_path / "trace", engine=pair.sharded)
     with pytest.raises(EngineRefuses, match="processes, 1 to 64"):
         open_engine(replace(b, engine_settings={"processes": 0}))
+
+
+@pytest.mark.thorough
+def test_a_killed_process_ends_the_run_with_a_paragraph_and_a_readable_trace(
+    pairs: Any, tmp_path: Path
+) -> None:
+    pair = pairs("llama")
+    _, b = pair.scenarios(12)
+    pids = _pids(pair.sharded)
+    from detdiff.engines.base import RunOptions
+
+    with pytest.raises(ProcessLost, match=r"Process 1 of the 2 .* ended by signal 9") as error:
+        record(b, tmp_path / "killed", engine=pair.sharded, options=RunOptions(faults=(Dies(1, 9),)))
+    assert "\n" not in str(error.value)
+    assert processes.ENDS < 30 and _gone(pids)
+    left = Trace.open(tmp_path / "killed")
+    assert not left.complete and len(left.row_index().forward) and len(left.forwards()) >= 4
+    if FULL:
+        # The next run starts others.
+        assert record(b, tmp_path / "whole", engine=pair.sharded).complete
+
+
+def test_a_process_goes_with_the_one_that_started_it() -> None:
+    """Whatever ends a run's own process: the others hold its end of a pipe."""
+    read, write = os.pipe()
+    script = (
+        "import sys\nfrom detdiff.engines.mlx.sharded.worker import _ends_with\n_ends_with(int(sys.argv[1]))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", script, str(read)], pass_fds=(read,))
+    os.close(read)
+    assert process.poll() is None
+    os.close(write)
+    assert process.wait(60) == 1
