@@ -2,7 +2,7 @@
 
 from detdiff.scenario.keys import nearest, parse_flags, toml_text
 from detdiff.scenario.sampling import Sampling
-from detdiff.scenario.scenario import LLAMA, MLX, Scenario, is_address, located
+from detdiff.scenario.scenario import LLAMA, MLX, Scenario, is_address, located, resolved, toml_table
 from detdiff.scenario.settings import (
     EMBED,
     GENERATE,
@@ -41,5 +41,7 @@ __all__ = [
     "located",
     "nearest",
     "parse_flags",
+    "resolved",
+    "toml_table",
     "toml_text",
 ]

@@ -142,21 +142,10 @@ class Scenario:
         Raises ScenarioFileError, and what ``from_dict`` raises, naming the file.
         """
         path = Path(path)
-        try:
-            table = tomllib.loads(path.read_bytes().decode("utf-8-sig"))
-        except OSError as error:
-            raise ScenarioFileError(
-                f"{path}: cannot be read ({error.strerror}); name a scenario file."
-            ) from None
-        except UnicodeDecodeError as error:
-            raise ScenarioFileError(
-                f"{path}: byte {error.start} is not UTF-8, which a scenario file must be; save it as UTF-8."
-            ) from None
-        except (ValueError, RecursionError) as error:
-            raise ScenarioFileError(f"{path}: this is not a TOML file ({error}); correct it there.") from None
+        table = toml_table(path)
         if requests is not None:
             table["request"] = requests
-        return cls.from_dict(_resolved(table, path.parent), where=str(path))
+        return cls.from_dict(resolved(table, path.parent), where=str(path))
 
     @classmethod
     def from_flags(cls, model: str | None, prompts: Sequence[str], flags: str) -> Scenario:
@@ -177,7 +166,7 @@ class Scenario:
             if "arrivals" in keys:
                 _set_arrivals(requests, keys.pop("arrivals"))
             keys = _engine_changed({}, keys, keys)
-        keys = _resolved(keys if model is None else {"model": model, **keys}, Path())
+        keys = resolved(keys if model is None else {"model": model, **keys}, Path())
         return cls.from_dict({**keys, "request": requests}, where="flags")
 
     @classmethod
@@ -261,12 +250,26 @@ class Scenario:
             changes = _engine_changed(values, keys, changes)
         if "layout" not in keys and _engine_of({**values, **changes})[0] == LLAMA:
             del values["layout"]
-        changes = _resolved(changes, Path())
+        changes = resolved(changes, Path())
         gone = useless(keys, changes)
         for table in (values, *requests, *(turn for request in requests for turn in request.get("turn", ()))):
             for name in (*keys, *gone):
                 table.pop(name, None)
         return Scenario.from_dict({**values, **changes}, where="changes")
+
+
+def toml_table(path: Path) -> dict[str, Any]:
+    """The keys of a TOML file, not yet looked at. Raises ScenarioFileError."""
+    try:
+        return tomllib.loads(path.read_bytes().decode("utf-8-sig"))
+    except OSError as error:
+        raise ScenarioFileError(f"{path}: cannot be read ({error.strerror}); name a scenario file.") from None
+    except UnicodeDecodeError as error:
+        raise ScenarioFileError(
+            f"{path}: byte {error.start} is not UTF-8, which a scenario file must be; save it as UTF-8."
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise ScenarioFileError(f"{path}: this is not a TOML file ({error}); correct it there.") from None
 
 
 @contextmanager
@@ -310,7 +313,7 @@ _FILES: Mapping[str, Callable[[str, Path], str]] = {
 }
 
 
-def _resolved(keys: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+def resolved(keys: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """``keys`` with every relative file and directory looked for in ``folder``."""
     return {
         name: _FILES[RUN_KEYS[name].file](value, folder)
