@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 IDENTICAL, DIFFERENT, TROUBLE, INCONCLUSIVE = 0, 1, 2, 3
 EXIT_CODES = """\b
 Exit codes:
-  0  identical (compare, explain), bits depend on the row alone (probe), done (other commands)
+  0  identical (compare, explain, sweep), bits depend on the row alone (probe), done (other commands)
   1  different
   2  trouble: bad arguments or input, interrupted, disk full
   3  inconclusive: nothing comparable, not everything compared, cause undetermined (explain)"""
@@ -851,6 +851,81 @@ def bench(imports: tuple[str, ...], as_json: bool, changes: tuple[str, ...], **o
     goodput = goodput_of(asked.goodput)
     _answer(as_json, lambda: bench_json(found, goodput), lambda: bench_text(found, goodput, width=_width()))
     click.get_current_context().exit(IDENTICAL if found.finished else TROUBLE)
+
+
+@main.command()
+@click.argument("grid", type=click.Path(path_type=Path))
+@click.option(
+    "-o",
+    "--output",
+    "folder",
+    metavar="DIR",
+    type=click.Path(path_type=Path),
+    required=True,
+    help="Directory of the sweep: new, or one that was interrupted.",
+)
+@click.option(
+    "--jobs",
+    metavar="N",
+    type=click.IntRange(1),
+    help="Processes, or tasks of a cluster, at a time. Default: as processors and memory allow.",
+)
+@click.option(
+    "--memory", "memory_mb", metavar="MB", type=click.IntRange(64), help="What one process may take at most."
+)
+@click.option(
+    "--retries",
+    metavar="N",
+    type=click.IntRange(0),
+    default=1,
+    show_default=True,
+    help="How often a cell is run again whose worker was lost; a wrong answer never is.",
+)
+@file_option("--against", "LAST", "The folder of the sweep before: say what is new since then.")
+@click.option(
+    "--ray",
+    metavar="[ADDRESS]",
+    is_flag=False,
+    flag_value="local",
+    help="Run the cells on a Ray cluster at ADDRESS (auto: the one that is there), or on one started here.",
+)
+@import_option
+@json_option
+def sweep(grid: Path, as_json: bool, **options: Any) -> None:
+    """Run the cells of GRID, a TOML file with a base scenario, axes and pairs, and compare the pairs.
+
+    DIR gets a trace for each scenario, an answer for each pair, failures beside answers, and a summary as a page, JSON Lines and
+    JUnit's XML. After Ctrl-C the same command goes on where it was. Exit code 0: all identical; 1: a pair differs; 2: a pair has no
+    answer; 3: a pair is inconclusive.
+
+    Example: detdiff sweep nightly.toml -o sweeps/today --jobs 8 --against sweeps/yesterday
+    """
+    from detdiff.commands.sweep import SweepArguments, sweep_text, swept
+    from detdiff.sweep.run import SweepStep
+    from detdiff.sweep.summary import summary_json
+
+    _import(options["imports"])
+    shown = sys.stderr.isatty()
+
+    def on_step(step: SweepStep) -> None:
+        if shown:
+            left = "" if step.left is None else f", about {_duration(step.left)} left"
+            failed = f", {step.failed} failed" if step.failed else ""
+            click.echo(f"\r{step.done} of {step.total} steps{failed}{left}\033[K", nl=False, err=True)
+
+    try:
+        found, notes = swept(SweepArguments(grid, **options), on_step)
+    finally:
+        if shown:
+            click.echo("\r\033[K", nl=False, err=True)
+    _answer(as_json, lambda: summary_json(found), lambda: sweep_text(found, notes, _width()))
+    click.get_current_context().exit(found.exit_code)
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 @main.command()

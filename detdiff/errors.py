@@ -34,6 +34,26 @@ class PolicyUnusable(DetdiffError):
     """A policy of a measurement is none that the engine runs, or none that can be simulated."""
 
 
+class GridUnusable(DetdiffError):
+    """A grid of scenarios says axes, exclusions or pairs that make no sweep."""
+
+
+class SweepFolderUnusable(DetdiffError):
+    """The folder of a sweep is in use, holds something else, or cannot be written."""
+
+
+class SweepFailed(DetdiffError):
+    """The workers of a sweep cannot be started."""
+
+
+class WorkerLost(DetdiffError):
+    """The process that ran a cell of a sweep ended before it answered."""
+
+
+class RayMissing(DetdiffError):
+    """A sweep is to run on Ray, which is not installed."""
+
+
 class ScenarioError(DetdiffError):
     """A scenario file, flag or dataclass says something that cannot be run."""
 

@@ -30,10 +30,10 @@ As diff(1) does, so that a script can ask:
 
 | code | meaning |
 |---|---|
-| 0 | `compare`, `explain`: identical. `probe`: a row's bits depend on the row alone. Other commands: done |
-| 1 | `compare`: different. `explain`: numerics, bug, configuration or nondeterminism. `probe`: bits depend on something else |
+| 0 | `compare`, `explain`, `sweep`: identical. `probe`: a row's bits depend on the row alone. Other commands: done |
+| 1 | `compare`, `sweep`: different. `explain`: numerics, bug, configuration or nondeterminism. `probe`: bits depend on something else |
 | 2 | trouble: bad arguments or input, an interrupt, a full disk, a fault of detdiff |
-| 3 | `compare`: inconclusive. Nothing could be compared, or nothing differs and not everything could be compared. `explain`: undetermined |
+| 3 | `compare`, `sweep`: inconclusive. Nothing could be compared, or nothing differs and not everything could be compared. `explain`: undetermined |
 
 Every error is one paragraph on stderr. `detdiff --debug COMMAND ...` shows the traceback as well.
 
@@ -57,6 +57,7 @@ With `--json` the answer goes to stdout as one JSON object, whose `schema` names
 | `profiles NAME` | `detdiff.profile/1`: the same and `each_rule`; with a size `axis` (m, keys or query), `call`, `thresholds` (the sizes at which the kernel, or a value it works by, changes) and `bands` (`first`, `last`, and `parts` with rows, `kernel`, `rule`, `source`, `tag`) |
 | `report` | [`detdiff.report/2`](json-schema.md#the-json-form-of-a-report), by `--json -` |
 | `reduce` | `detdiff.reduction/2`: `a` and `b` (the files of the smallest pair), `twin` (its model of random weights, or null), `rows_before`, `rows_after`, `tried`, `finished`, `dropped` (settings), `verdict`, `rule`, `said`, `site`, `steps` (each with `said`, `rows`, `requests`, `prompt_tokens`, `max_tokens`, `layers`) and `command` |
+| `sweep` | `detdiff.sweep/1`: `name`, `exit_code`, `pairs` (each a line of [`sweep.jsonl`](sweeps.md#what-is-in-dir)) and `gone` |
 | `import-gguf` | `detdiff.import/1` |
 | any, on an error | `detdiff.error/1`: `error` (the broken rule), `message`, `exit_code` |
 """

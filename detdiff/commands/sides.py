@@ -271,9 +271,11 @@ class Engines:
         self._ran.append(engine)
         return engine
 
-    def only_for(self, scenario: Scenario) -> None:
-        """Let go of every engine that ``scenario`` does not name: two models may not fit into memory."""
-        self._opened = [each for each in self._opened if same_engine(each[0], scenario)]
+    def only_for(self, *scenarios: Scenario) -> None:
+        """Let go of every engine that none of ``scenarios`` names: two models may not fit into memory."""
+        self._opened = [
+            each for each in self._opened if any(same_engine(each[0], scenario) for scenario in scenarios)
+        ]
         self._ran = [engine for engine in self._ran if any(engine is each[1] for each in self._opened)]
 
 

@@ -19,16 +19,23 @@ function startSorting(table) {
 }
 
 function startFilters(table) {
-  for (const button of document.querySelectorAll(".filters button")) {
+  const selects = [...document.querySelectorAll(".filters select")];
+  const buttons = [...document.querySelectorAll(".filters button")];
+  const apply = () => {
+    const hidden = new Set(buttons.filter((b) => b.getAttribute("aria-pressed") === "false").map((b) => b.dataset.kind));
+    const wanted = selects.filter((select) => select.value).map((select) => [`f${select.dataset.filter}`, select.value]);
+    const hides = (each) => hidden.has(each.dataset.kind) || wanted.some(([name, value]) => each.dataset[name] !== value);
+    for (const each of [...table.tBodies[0].rows, ...document.querySelectorAll(".multiples figure")]) each.hidden = hides(each);
+    const shown = [...table.tBodies[0].rows].filter((row) => !row.hidden).length;
+    document.getElementById("shown").textContent = `${shown} of ${table.tBodies[0].rows.length} shown`;
+  };
+  for (const button of buttons) {
     button.addEventListener("click", () => {
-      const pressed = button.getAttribute("aria-pressed") === "true";
-      button.setAttribute("aria-pressed", String(!pressed));
-      const hidden = new Set([...document.querySelectorAll('.filters button[aria-pressed="false"]')].map((b) => b.dataset.kind));
-      for (const row of table.tBodies[0].rows) row.hidden = hidden.has(row.dataset.kind);
-      const shown = [...table.tBodies[0].rows].filter((row) => !row.hidden).length;
-      document.getElementById("shown").textContent = `${shown} of ${table.tBodies[0].rows.length} shown`;
+      button.setAttribute("aria-pressed", String(button.getAttribute("aria-pressed") !== "true"));
+      apply();
     });
   }
+  for (const select of selects) select.addEventListener("change", apply);
 }
 
 startTheme();

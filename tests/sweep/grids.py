@@ -1,0 +1,71 @@
+"""Grids of tests, and what a folder of a sweep holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from detdiff.commands.sweep import SweepArguments, swept
+from detdiff.sweep.summary import SweepSummary
+
+SMALL = """
+model = "mine"
+max_tokens = 1
+
+[engine]
+name = "sweep_engine:engine"
+{engine}
+
+[[request]]
+tokens = [1, 2]
+
+[[request]]
+tokens = [2, 3]
+
+[axes]
+{axes}
+
+[pairs]
+baseline = {{schedule = "serial"}}
+{pairs}
+"""
+OFF = '"engine.off" = [false, true]\nschedule = ["serial", "static"]'
+BUILT_IN = """
+model = "builtin"
+max_tokens = {tokens}
+ignore_stop = true
+
+[[request]]
+prompt = "In the beginning God created"
+
+[[request]]
+prompt = "And the king said unto the people, Hear ye"
+
+[axes]
+layout = ["padded", "packed"]
+schedule = {schedules}
+kernels = ["native", "candle-metal"]
+prefill_chunk = {chunks}
+
+[pairs]
+baseline = {{schedule = "serial"}}
+{pairs}
+"""
+
+
+def grid(folder: Path, axes: str = OFF, pairs: str = "", engine: str = "") -> Path:
+    """A grid of the small engine, as a file of ``folder``."""
+    path = folder / "grid.toml"
+    path.write_text(SMALL.format(axes=axes, pairs=pairs, engine=engine))
+    return path
+
+
+def run(path: Path, folder: Path, jobs: int = 1, **more: object) -> SweepSummary:
+    """A sweep by processes."""
+    return swept(SweepArguments(path, folder, jobs=jobs, **more))[0]  # type: ignore[arg-type]
+
+
+def kept(folder: Path) -> dict[str, bytes]:
+    """What has to be the same however the cells were run: answers, failures and summaries."""
+    files = [path for name in ("answers", "failures") for path in sorted((folder / name).glob("*"))]
+    files += [folder / name for name in ("sweep.jsonl", "sweep.xml", "sweep.html")]
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}

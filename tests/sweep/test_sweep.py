@@ -1,0 +1,307 @@
+"""Sweeps by processes: the same bytes however they are run, nothing lost, and each failure told in its cell."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from grids import BUILT_IN, OFF, grid, kept, run
+from tiers import only_in_full
+
+from detdiff.commands.sweep import SweepArguments, sweep_text, swept
+from detdiff.errors import CommandError, Interrupted, SweepFolderUnusable
+from detdiff.sweep.cells import SweepFolder
+from detdiff.sweep.grid import read_grid
+from detdiff.sweep.run import only_one
+
+SCHEDULES = 'schedule = ["serial", "static", "static:1"]'
+
+
+def test_a_cell_that_differs_is_found_and_the_others_are_identical(tmp_path: Path) -> None:
+    axes = '"engine.off" = [false, true, "flips"]\nschedule = ["serial", "static"]'
+    found = run(grid(tmp_path, axes), tmp_path / "out")
+    assert [(each.name, each.kind, each.origin, each.flips) for each in found.entries] == [
+        ("engine.off=false,schedule=static", "identical", "", 0),
+        ("engine.off=true,schedule=static", "different", "shift", 0),
+        ("engine.off=flips,schedule=static", "different", "shift", 2),
+    ]
+    assert found.exit_code == 1
+    lines = [json.loads(line) for line in (tmp_path / "out/sweep.jsonl").read_text().splitlines()]
+    assert [line["verdict"] for line in lines] == ["identical", "different", "different"]
+    assert (
+        lines[2]["axes"] == {"engine.off": "flips", "schedule": "static"}
+        and lines[2]["places"][0]["site"] == "shift"
+    )
+    suite = ElementTree.parse(tmp_path / "out/sweep.xml").getroot()[0]
+    assert (suite.get("tests"), suite.get("failures"), suite.get("errors")) == ("3", "2", "0")
+    assert [len(case) for case in suite] == [0, 1, 1]
+    text = sweep_text(found, [], 100)
+    assert text.startswith("3 comparisons: 2 different, 1 identical.\n") and "off=false" not in text
+    # Answers are what compare writes, and traces are what it takes.
+    (tmp_path / "out").joinpath("sweep.html").read_text().index("First origins")
+    assert json.loads((tmp_path / "out" / lines[2]["answer"]).read_text())["a"]["trace"].startswith("traces/")
+
+
+def test_processes_give_the_same_bytes_however_many_and_an_interrupt_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = grid(tmp_path, f'"engine.off" = [false, true]\n{SCHEDULES}')
+    run(path, tmp_path / "one", jobs=1)
+    steps = 0
+
+    def interrupt(step: object) -> None:
+        nonlocal steps
+        steps += 1
+        if steps == 4:
+            raise KeyboardInterrupt
+
+    asked = SweepArguments(path, tmp_path / "two", jobs=2)
+    with pytest.raises(Interrupted, match=r"of 4 pairs have their answers\. The same command goes on"):
+        swept(asked, interrupt)
+    before = {file: file.stat().st_mtime_ns for file in (tmp_path / "two").glob("*/**/*") if file.is_file()}
+    assert before and not list((tmp_path / "two").rglob("*.tmp"))
+    swept(asked)
+    assert kept(tmp_path / "two") == kept(tmp_path / "one")
+    # What was there was not made again.
+    assert all(file.stat().st_mtime_ns == when for file, when in before.items() if file.name != "times.jsonl")
+    again = (tmp_path / "two/times.jsonl").read_text()
+    run(path, tmp_path / "two", jobs=2)
+    assert (tmp_path / "two/times.jsonl").read_text() == again
+
+
+def test_an_answer_that_is_not_whole_is_made_again(tmp_path: Path) -> None:
+    path = grid(tmp_path, '"engine.off" = [true, 1, 2, 3, 4, 5]\nschedule = ["serial", "static"]')
+    run(path, tmp_path / "out")
+    before = kept(tmp_path / "out")
+    answers = {value: tmp_path / f"out/answers/engine.off={value},schedule=static.json" for value in "12345"}
+    answers["1"].write_bytes(
+        answers["1"].read_bytes().replace(b'"identical": false', b'"identical": true', 1)
+    )
+    answers["2"].write_bytes(answers["2"].read_bytes()[:-10])
+    answers["3"].with_suffix(".sha256").unlink()
+    answers["4"].unlink()
+    shutil.rmtree(tmp_path / "out/traces/engine.off=4,schedule=static")
+    sums = answers["5"].with_suffix(".sha256")
+    other = answers["5"].read_bytes().replace(b'"engine.off"', b'"engine.on"')
+    answers["5"].write_bytes(other.replace(b'"off": 5', b'"off": 6'))
+    sums.write_text(f"{hashlib.sha256(answers['5'].read_bytes()).hexdigest()}  {answers['5'].name}\n")
+    times = tmp_path / "out/times.jsonl"
+    times.unlink()
+    run(path, tmp_path / "out")
+    assert kept(tmp_path / "out") == before
+    assert [json.loads(line)["task"].partition(" ")[0] for line in times.read_text().splitlines()] == (
+        ["compare"] * 4 + ["record", "compare"]
+    )
+
+
+def test_a_worker_that_is_killed_costs_one_cells_work(tmp_path: Path) -> None:
+    marker = tmp_path / "marker"
+    path = grid(tmp_path, OFF, engine=f"killed_once = {json.dumps(str(marker))}")
+    found, notes = swept(SweepArguments(path, tmp_path / "killed", jobs=2))
+    assert [each.kind for each in found.entries] == ["identical", "different"] and found.exit_code == 1
+    assert len(notes) == 1 and notes[0].startswith("run again, since its worker was lost: record engine.off=")
+    run(path, tmp_path / "whole", jobs=2)
+    assert kept(tmp_path / "killed") == kept(tmp_path / "whole")
+
+
+def test_each_failure_is_told_in_its_cell_and_all_others_finish(tmp_path: Path) -> None:
+    axes = (
+        'how = {sound = "", killed = "engine.killed=true", missing = "model=missing", same = "engine.off=false"}\n'
+        'schedule = ["serial", "static"]'
+    )
+    path = grid(tmp_path, axes, "along = 'how'\nacross_models = true")
+    found = run(path, tmp_path / "out", jobs=2, retries=0)
+    kinds = {each.name: each.kind for each in found.entries}
+    assert kinds == {
+        "how=sound,schedule=static": "identical",
+        "how=killed,schedule=static": "failed",
+        "how=missing,schedule=static": "failed",
+        "how=same,schedule=static": "identical",
+        "how=killed,schedule=serial~how": "identical",
+        "how=missing,schedule=serial~how": "failed",
+        "how=same,schedule=serial~how": "failed",
+        "how=killed,schedule=static~how": "failed",
+        "how=missing,schedule=static~how": "failed",
+        "how=same,schedule=static~how": "failed",
+    }
+    told = {each.name: each.headline for each in found.entries if each.kind == "failed"}
+    assert "ended before it answered: it was killed" in told["how=killed,schedule=static"]
+    assert "FileNotFoundError (there is no such model)" in told["how=missing,schedule=static"]
+    assert found.exit_code == 2
+    failure = json.loads((tmp_path / "out/failures/how=missing,schedule=static.json").read_text())
+    assert failure["schema"] == "detdiff.error/1" and failure["error"] == "EngineUnusable"
+    suite = ElementTree.parse(tmp_path / "out/sweep.xml").getroot()[0]
+    assert (suite.get("errors"), suite.get("failures")) == ("7", "0")
+    # Tried again once the cause is gone, they are answers like the others.
+    fixed = run(
+        grid(
+            tmp_path,
+            axes.replace("model=missing", "model=found").replace("killed=true", "killed=false"),
+            "along = 'how'\nacross_models = true",
+        ),
+        tmp_path / "out",
+        jobs=2,
+    )
+    assert {each.kind for each in fixed.entries} == {"identical"} and fixed.exit_code == 0
+    assert not list((tmp_path / "out/failures").iterdir())
+
+
+@pytest.mark.thorough
+def test_too_little_memory_is_told_in_its_cell(tmp_path: Path) -> None:
+    axes = 'how = {sound = "", large = "engine.megabytes=3000"}\nschedule = ["serial", "static"]'
+    path = grid(tmp_path, axes)
+    found = run(path, tmp_path / "out", memory_mb=1500)
+    assert [each.kind for each in found.entries] == ["identical", "failed"]
+    assert "MemoryError" in found.entries[1].headline
+
+
+FULL_DISK = """
+import resource, signal, sys
+from pathlib import Path
+from detdiff.commands.sweep import SweepArguments, swept
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]), resource.RLIM_INFINITY))
+if __name__ == "__main__":
+    found, notes = swept(SweepArguments(Path(sys.argv[1]), Path(sys.argv[2]), jobs=1))
+    print([each.kind for each in found.entries], found.entries[-1].headline, notes)
+"""
+
+
+@pytest.mark.thorough
+def test_a_disk_that_is_full_is_told_and_room_makes_the_sweep_whole(tmp_path: Path) -> None:
+    path = grid(tmp_path, 'schedule = ["serial", "static"]')
+    path.write_text(path.read_text().replace("[1, 2]", f"[{','.join(['1'] * 3000)}]"))
+    script = tmp_path / "full.py"
+    script.write_text(FULL_DISK)
+    words = [sys.executable, str(script), str(path), str(tmp_path / "out"), "20000"]
+    ended = subprocess.run(words, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.startswith("['failed']") and "disk" in ended.stdout
+    assert not list((tmp_path / "out/traces").iterdir())
+    assert run(path, tmp_path / "out").entries[0].kind == "identical"
+
+
+def test_what_is_new_since_the_sweep_before_is_said(tmp_path: Path) -> None:
+    first = grid(tmp_path, '"engine.off" = [false, "flips"]\nschedule = ["serial", "static"]')
+    run(first, tmp_path / "first", jobs=1)
+    shutil.copytree(tmp_path / "first", tmp_path / "second")
+    path = grid(tmp_path, '"engine.off" = [false, true]\nschedule = ["serial", "static"]')
+    found = run(path, tmp_path / "second", against=tmp_path / "first")
+    assert [each.since for each in found.entries] == ["same", "new"]
+    assert found.gone == ("engine.off=flips,schedule=static",)
+    assert found.news == "Since the sweep before: 0 pairs are otherwise, 1 new, 1 gone, 1 the same."
+    lines = tmp_path / "first/sweep.jsonl"
+    lines.write_text(lines.read_text().replace('"verdict": "identical"', '"verdict": "numerics"'))
+    again = run(path, tmp_path / "second", against=tmp_path / "first")
+    assert [each.since for each in again.entries] == ["was numerics", "new"]
+    with pytest.raises(CommandError, match="holds no sweep.jsonl"):
+        run(path, tmp_path / "second", against=tmp_path)
+    with pytest.raises(CommandError, match="is the folder of this sweep"):
+        run(path, tmp_path / "second", against=tmp_path / "second")
+
+
+def test_two_sweeps_do_not_share_a_folder(tmp_path: Path) -> None:
+    path = grid(tmp_path)
+    with (
+        only_one(SweepFolder(tmp_path / "out")),
+        pytest.raises(SweepFolderUnusable, match="Another sweep runs in"),
+    ):
+        run(path, tmp_path / "out")
+    (tmp_path / "file").touch()
+    with pytest.raises(SweepFolderUnusable, match="cannot be a sweep's folder"):
+        run(path, tmp_path / "file")
+
+
+def test_cells_that_are_one_run_are_inconclusive(tmp_path: Path) -> None:
+    axes = 'how = {none = "", same = "max_tokens=1"}\nschedule = ["serial", "static"]'
+    found = run(grid(tmp_path, axes, "along = 'how'"), tmp_path / "out")
+    assert [each.kind for each in found.entries] == ["identical", "identical", "inconclusive", "inconclusive"]
+    assert found.exit_code == 3 and "are the same run" in found.entries[2].headline
+
+
+@pytest.mark.thorough
+def test_ctrl_c_twice_ends_the_command_at_once_and_leaves_no_process(tmp_path: Path) -> None:
+    path = grid(
+        tmp_path,
+        f'"engine.off" = [false, true]\n{SCHEDULES}',
+        engine=f"sleeps = {json.dumps(str(tmp_path / 'asleep'))}",
+    )
+    words = [
+        sys.executable,
+        "-m",
+        "detdiff.cli",
+        "sweep",
+        str(path),
+        "-o",
+        str(tmp_path / "out"),
+        "--jobs",
+        "2",
+    ]
+    started = subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "asleep").exists() and started.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.1)
+    for _ in range(2):
+        os.kill(started.pid, signal.SIGINT)
+        time.sleep(0.5)
+    _, said = started.communicate(timeout=60)
+    assert started.returncode == 2 and "0 of 4 pairs have their answers" in " ".join(said.split()), said
+    with pytest.raises(ProcessLookupError):
+        os.killpg(started.pid, 0)
+
+
+@pytest.mark.thorough
+def test_a_model_gives_the_same_bytes_by_two_processes_and_verdicts_are_among_them(tmp_path: Path) -> None:
+    path = tmp_path / "grid.toml"
+    pairs = 'verdict = "different"\nbudget = 3'
+    path.write_text(BUILT_IN.format(tokens=2, schedules='["serial", "static"]', chunks="[4]", pairs=pairs))
+    one = run(path, tmp_path / "one", jobs=1)
+    assert {each.kind for each in one.entries} - {"identical"} <= {
+        "numerics",
+        "undetermined",
+        "configuration",
+    }
+    assert any(each.kind != "identical" for each in one.entries)
+    run(path, tmp_path / "two", jobs=2)
+    assert kept(tmp_path / "two") == kept(tmp_path / "one")
+
+
+@only_in_full("64 cells of the built-in model, three times")
+def test_64_cells_give_the_same_bytes_by_one_two_and_interrupted_processes(tmp_path: Path) -> None:
+    path = tmp_path / "grid.toml"
+    schedules = '["serial", "static", "static:2", "continuous"]'
+    path.write_text(BUILT_IN.format(tokens=6, schedules=schedules, chunks="[3, 4, 8, 16]", pairs=""))
+    assert len(read_grid(path).cells) == 64
+    run(path, tmp_path / "one", jobs=1)
+    run(path, tmp_path / "two", jobs=2)
+    assert kept(tmp_path / "two") == kept(tmp_path / "one")
+    words = [
+        sys.executable,
+        "-m",
+        "detdiff.cli",
+        "sweep",
+        str(path),
+        "-o",
+        str(tmp_path / "cut"),
+        "--jobs",
+        "2",
+    ]
+    started = subprocess.Popen(words, stderr=subprocess.PIPE, start_new_session=True)
+    while len(list((tmp_path / "cut/traces").glob("[!.]*"))) < 23 and started.poll() is None:
+        time.sleep(0.05)
+    os.killpg(started.pid, signal.SIGKILL)
+    started.communicate()
+    assert 23 <= len(list((tmp_path / "cut/traces").glob("[!.]*"))) < 64
+    run(path, tmp_path / "cut", jobs=2)
+    assert kept(tmp_path / "cut") == kept(tmp_path / "one")
