@@ -14,6 +14,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from command_line import heard_again
 from grids import BUILT_IN, OFF, grid, kept, run
 from tiers import only_in_full
 
@@ -247,7 +248,12 @@ def test_ctrl_c_twice_ends_the_command_at_once_and_leaves_no_process(tmp_path: P
         "2",
     ]
     started = subprocess.Popen(
-        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        words,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=heard_again,
     )
     deadline = time.monotonic() + 120
     while not (tmp_path / "asleep").exists() and started.poll() is None and time.monotonic() < deadline:
@@ -257,8 +263,18 @@ def test_ctrl_c_twice_ends_the_command_at_once_and_leaves_no_process(tmp_path: P
         time.sleep(0.5)
     _, said = started.communicate(timeout=60)
     assert started.returncode == 2 and "0 of 4 pairs have their answers" in " ".join(said.split()), said
-    with pytest.raises(ProcessLookupError):
-        os.killpg(started.pid, 0)
+    deadline = time.monotonic() + 60
+    while _group_is_there(started.pid) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not _group_is_there(started.pid)
+
+
+def _group_is_there(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 @pytest.mark.thorough
