@@ -79,6 +79,8 @@ class Agenda:
     pairs: list[CellPair]
     waiting: dict[str, set[str]]
     """By pair, the recordings that are still to come."""
+    failed: dict[str, Failure] = field(default_factory=dict)
+    """By recording, why there is none."""
 
     @classmethod
     def of(cls, sweep: Sweep, folder: SweepFolder) -> Agenda:
@@ -119,16 +121,24 @@ class Agenda:
         self.recordings.remove(task)
         return task
 
-    def recorded(self, name: str) -> None:
-        """A trace is there."""
-        for waiting in self.waiting.values():
-            waiting.discard(name)
+    def recorded(self, name: str, failure: Failure | None) -> list[tuple[str, Failure]]:
+        """A trace is there, or will not be: gives the pairs that cannot be compared for that, and why.
 
-    def cannot(self, name: str) -> list[CellPair]:
-        """The pairs that a recording was for, taken from the agenda."""
-        lost = [pair for pair in self.pairs if name in self.waiting[pair.name]]
-        self.pairs = [pair for pair in self.pairs if pair not in lost]
-        return lost
+        A pair waits for both of its recordings, so that what is told of it does not depend on which one ended first.
+        """
+        if failure is not None:
+            self.failed[name] = failure
+        told, left = [], []
+        for pair in self.pairs:
+            self.waiting[pair.name].discard(name)
+            lost = next((each for each in (pair.a.recording, pair.b.recording) if each in self.failed), None)
+            if lost is None or self.waiting[pair.name]:
+                left.append(pair)
+                continue
+            why = self.failed[lost]
+            told.append((pair.name, Failure(why.error, f"{lost}: {why.message}", why.exit_code)))
+        self.pairs = left
+        return told
 
 
 def _first_of(lacking: Mapping[str, Any]) -> Callable[[RecordTask], int]:
@@ -205,18 +215,14 @@ class SweepRun:
 
     def _settle(self, agenda: Agenda, task: Task, result: TaskResult) -> None:
         failure = result.failure
-        if failure is None and isinstance(task, CompareTask):
-            failure = self._keep(task.name, result.text)
-        if failure is None and isinstance(task, RecordTask):
-            agenda.recorded(task.name)
-        elif isinstance(task, RecordTask) and failure is not None:
-            for pair in agenda.cannot(task.name):
+        if isinstance(task, RecordTask):
+            for name, why in agenda.recorded(task.name, failure):
                 self._done += 1
-                self._tell(
-                    pair.name, Failure(failure.error, f"{task.name}: {failure.message}", failure.exit_code)
-                )
-        elif failure is not None:
-            self._tell(task.name, failure)
+                self._tell(name, why)
+        else:
+            failure = failure or self._keep(task.name, result.text)
+            if failure is not None:
+                self._tell(task.name, failure)
         self._done += 1
         line = {"task": _named(task), "seconds": round(result.seconds, 3), "failed": failure is not None}
         with suppress(OSError), (self.folder.path / TIMES).open("a", encoding="utf-8") as file:

@@ -64,6 +64,13 @@ def run(path: Path, folder: Path, jobs: int = 1, **more: object) -> SweepSummary
     return swept(SweepArguments(path, folder, jobs=jobs, **more))[0]  # type: ignore[arg-type]
 
 
+def differing(a: Path, b: Path) -> list[str]:
+    """The names of what is not the same in two sweeps' folders."""
+    one, other = kept(a), kept(b)
+    assert one
+    return sorted(name for name in one.keys() | other.keys() if one.get(name) != other.get(name))
+
+
 def kept(folder: Path) -> dict[str, bytes]:
     """What has to be the same however the cells were run: answers, failures and summaries."""
     files = [path for name in ("answers", "failures") for path in sorted((folder / name).glob("*"))]

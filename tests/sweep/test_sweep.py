@@ -15,7 +15,7 @@ from xml.etree import ElementTree
 
 import pytest
 from command_line import heard_again
-from grids import BUILT_IN, OFF, grid, kept, run
+from grids import BUILT_IN, OFF, differing, grid, kept, run
 from tiers import only_in_full
 
 from detdiff.commands.sweep import SweepArguments, sweep_text, swept
@@ -71,7 +71,7 @@ def test_processes_give_the_same_bytes_however_many_and_an_interrupt_loses_nothi
     before = {file: file.stat().st_mtime_ns for file in (tmp_path / "two").glob("*/**/*") if file.is_file()}
     assert before and not list((tmp_path / "two").rglob("*.tmp"))
     swept(asked)
-    assert kept(tmp_path / "two") == kept(tmp_path / "one")
+    assert differing(tmp_path / "two", tmp_path / "one") == []
     # What was there was not made again.
     assert all(file.stat().st_mtime_ns == when for file, when in before.items() if file.name != "times.jsonl")
     again = (tmp_path / "two/times.jsonl").read_text()
@@ -111,7 +111,7 @@ def test_a_worker_that_is_killed_costs_one_cells_work(tmp_path: Path) -> None:
     assert [each.kind for each in found.entries] == ["identical", "different"] and found.exit_code == 1
     assert len(notes) == 1 and notes[0].startswith("run again, since its worker was lost: record engine.off=")
     run(path, tmp_path / "whole", jobs=2)
-    assert kept(tmp_path / "killed") == kept(tmp_path / "whole")
+    assert differing(tmp_path / "killed", tmp_path / "whole") == []
 
 
 def test_each_failure_is_told_in_its_cell_and_all_others_finish(tmp_path: Path) -> None:
@@ -290,7 +290,7 @@ def test_a_model_gives_the_same_bytes_by_two_processes_and_verdicts_are_among_th
     }
     assert any(each.kind != "identical" for each in one.entries)
     run(path, tmp_path / "two", jobs=2)
-    assert kept(tmp_path / "two") == kept(tmp_path / "one")
+    assert differing(tmp_path / "two", tmp_path / "one") == []
 
 
 @only_in_full("64 cells of the built-in model, three times")
@@ -301,7 +301,7 @@ def test_64_cells_give_the_same_bytes_by_one_two_and_interrupted_processes(tmp_p
     assert len(read_grid(path).cells) == 64
     run(path, tmp_path / "one", jobs=1)
     run(path, tmp_path / "two", jobs=2)
-    assert kept(tmp_path / "two") == kept(tmp_path / "one")
+    assert differing(tmp_path / "two", tmp_path / "one") == []
     words = [
         sys.executable,
         "-m",
@@ -320,4 +320,4 @@ def test_64_cells_give_the_same_bytes_by_one_two_and_interrupted_processes(tmp_p
     started.communicate()
     assert 23 <= len(list((tmp_path / "cut/traces").glob("[!.]*"))) < 64
     run(path, tmp_path / "cut", jobs=2)
-    assert kept(tmp_path / "cut") == kept(tmp_path / "one")
+    assert differing(tmp_path / "cut", tmp_path / "one") == []

@@ -1,0 +1,120 @@
+"""The same cells as tasks of a Ray cluster that the tests start once: the same bytes, and a killed worker costs one cell's work."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from grids import BUILT_IN, OFF, differing, grid, run
+from tiers import only_in_full
+
+from detdiff.commands.sweep import SweepArguments, swept
+from detdiff.errors import RayMissing
+from detdiff.sweep.on_ray import packed, unpacked
+
+pytestmark = [pytest.mark.thorough, pytest.mark.filterwarnings("ignore")]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[str]:
+    """The address of a cluster of one machine with two processors, started once."""
+    if find_spec("ray") is None:
+        pytest.skip("ray is not installed; the extra ray has it")
+    from ray.cluster_utils import Cluster
+
+    head = {"num_cpus": 2, "include_dashboard": False, "object_store_memory": 80 << 20}
+    try:
+        started = Cluster(initialize_head=True, head_node_args=head)
+    except Exception as error:
+        pytest.skip(f"Ray cannot start a cluster here: {type(error).__name__}: {error}")
+    yield started.address
+    started.shutdown()
+
+
+def on_ray(path: Path, folder: Path, address: str, **more: Any) -> Any:
+    return swept(SweepArguments(path, folder, ray=address, imports=("sweep_engine",), **more))
+
+
+def test_a_cluster_gives_the_same_bytes_and_a_killed_worker_costs_one_cells_work(
+    tmp_path: Path, cluster: str
+) -> None:
+    marker = tmp_path / "marker"
+    axes = 'how = {sound = "", off = "engine.off=flips", missing = "model=missing"}\nschedule = ["serial", "static"]'
+    path = grid(tmp_path, axes, engine=f"killed_once = {json.dumps(str(marker))}")
+    found, notes = on_ray(path, tmp_path / "ray", cluster)
+    assert [each.kind for each in found.entries] == ["identical", "different", "failed"]
+    assert len(notes) == 1 and notes[0].startswith("run again, since its worker was lost: record how=")
+    run(path, tmp_path / "processes", imports=("sweep_engine",))
+    assert differing(tmp_path / "ray", tmp_path / "processes") == []
+    # The cluster's folder goes on with processes, and the other way round.
+    (tmp_path / "ray/answers/how=off,schedule=static.sha256").unlink()
+    run(path, tmp_path / "ray", imports=("sweep_engine",))
+    (tmp_path / "ray/answers/how=off,schedule=static.sha256").unlink()
+    on_ray(path, tmp_path / "ray", cluster)
+    assert differing(tmp_path / "ray", tmp_path / "processes") == []
+
+
+def test_a_cell_that_no_machine_has_room_for_is_told_and_one_that_always_dies_too(
+    tmp_path: Path, cluster: str
+) -> None:
+    path = grid(
+        tmp_path, 'how = {sound = "", killed = "engine.killed=true"}\nschedule = ["serial", "static"]'
+    )
+    found, _ = on_ray(path, tmp_path / "out", cluster)
+    assert [each.kind for each in found.entries] == ["identical", "failed"]
+    assert "ended before it answered, twice" in found.entries[1].headline
+    path.write_text(path.read_text() + "[needs]\ngpus = 3\n")
+    asked, _ = on_ray(path, tmp_path / "other", cluster)
+    assert {each.kind for each in asked.entries} == {"failed"}
+    assert "no machine of the cluster has them" in asked.entries[0].headline
+
+
+def test_source_and_modules_of_the_users_are_shipped_to_another_machine(
+    tmp_path: Path, cluster: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import sweep_engine
+
+    assert sweep_engine.__file__ is not None
+    monkeypatch.delenv("PYTHONPATH")
+    where = tmp_path / "where"
+    path = grid(tmp_path, OFF, engine=f"where = {json.dumps(str(where))}")
+    found, _ = on_ray(path, tmp_path / "out", cluster)
+    assert [each.kind for each in found.entries] == ["identical", "different"]
+    answer = json.loads((tmp_path / "out/answers/engine.off=true,schedule=static.json").read_text())
+    assert "sweep_engine" in answer["a"]["environment"]["imports"]
+    engine, *places = where.read_text().splitlines()
+    # On this machine the folder of the source comes first; on another one it is not there.
+    assert "py_modules_files" in engine and any("py_modules_files" in place for place in places), places
+
+
+def test_without_ray_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "ray", None)
+    with pytest.raises(RayMissing, match=r"the package ray is not installed here.*detdiff\[ray\]"):
+        on_ray(grid(tmp_path), tmp_path / "out", "auto")
+
+
+def test_a_trace_there_and_back_is_the_same(tmp_path: Path) -> None:
+    path = grid(tmp_path)
+    run(path, tmp_path / "out")
+    first, *_ = sorted((tmp_path / "out/traces").iterdir())
+    data = packed(first)
+    unpacked(data, tmp_path / "back")
+    unpacked(data, tmp_path / "back")
+    assert packed(tmp_path / "back") == data
+    assert {f.name: f.read_bytes() for f in first.iterdir()} == {
+        f.name: f.read_bytes() for f in (tmp_path / "back").iterdir()
+    }
+
+
+@only_in_full("64 cells of the built-in model, by processes and on a cluster")
+def test_64_cells_give_the_same_bytes_on_a_cluster(tmp_path: Path, cluster: str) -> None:
+    path = tmp_path / "grid.toml"
+    schedules = '["serial", "static", "static:2", "continuous"]'
+    path.write_text(BUILT_IN.format(tokens=6, schedules=schedules, chunks="[3, 4, 8, 16]", pairs=""))
+    run(path, tmp_path / "processes", jobs=2)
+    on_ray(path, tmp_path / "ray", cluster)
+    assert differing(tmp_path / "ray", tmp_path / "processes") == []
