@@ -11,7 +11,7 @@ from detdiff.report.index import index_html, index_text
 from detdiff.report.index import summary as counted
 from detdiff.sweep.cells import SweepFolder, memory_of, put
 from detdiff.sweep.grid import Sweep, read_grid
-from detdiff.sweep.run import OnStep, Processes, SweepRun, Workers, only_one
+from detdiff.sweep.run import OnStep, WorkerProcesses, SweepRun, Workers, only_one
 from detdiff.sweep.summary import (
     JUNIT,
     LINES,
@@ -73,7 +73,7 @@ def _workers(asked: SweepArguments, sweep: Sweep, folder: SweepFolder) -> Worker
         from detdiff.sweep.on_ray import RayWorkers
 
         return RayWorkers(folder, asked.ray, sweep.needs, asked.jobs, asked.imports)
-    return Processes(folder, asked.jobs or _jobs(sweep), asked.memory_mb, asked.imports)
+    return WorkerProcesses(folder, asked.jobs or _jobs(sweep), asked.memory_mb, asked.imports)
 
 
 def _jobs(sweep: Sweep) -> int:

@@ -1,6 +1,6 @@
 """Who runs which cell: tasks in an order in which recordings come before what compares them, retries, an interrupt.
 
-Workers are processes here (``Processes``) or those of a cluster (``on_ray``); a worker that ends costs the task that it ran.
+Workers are processes here (``WorkerProcesses``) or those of a cluster (``on_ray``); a worker that ends costs the task that it ran.
 """
 
 from __future__ import annotations
@@ -289,7 +289,7 @@ def only_one(folder: SweepFolder) -> Iterator[None]:
         ) from None
 
 
-class Processes:
+class WorkerProcesses:
     """Workers on this machine, ``count`` processes, each of which may take ``memory_mb`` MiB of data (None: as much as it likes).
 
     Each has a pool of its own, so that one which is killed takes no other's task with it.
