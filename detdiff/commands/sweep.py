@@ -11,7 +11,7 @@ from detdiff.report.index import index_html, index_text
 from detdiff.report.index import summary as counted
 from detdiff.sweep.cells import SweepFolder, memory_of, put
 from detdiff.sweep.grid import Sweep, read_grid
-from detdiff.sweep.run import OnStep, WorkerProcesses, SweepRun, Workers, only_one
+from detdiff.sweep.run import OnStep, SweepRun, WorkerProcesses, Workers, only_one
 from detdiff.sweep.summary import (
     JUNIT,
     LINES,
