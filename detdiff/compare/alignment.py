@@ -121,6 +121,8 @@ class _SideRows:
 
     def without_kept_twice(self, other: _SideRows) -> _SideRows:
         """Without the rows that a turn kept and the other run has no row of its own for: those of the turn before are compared."""
+        if not self.kept.any():
+            return self
         own = np.isin(self.key, other.key[~other.kept])
         stay = ~self.kept | own
         return _SideRows(self.key[stay], self.row[stay], self.kept[stay], self.superseded, self.after)
@@ -212,6 +214,8 @@ def _surviving(trace: Trace, numbers: list[int], limits: _LastPositions, drafts:
         int(np.count_nonzero(after)),
     )
     keys, kept = _kept(trace, numbers, drafts)
+    if not len(keys):
+        return found
     new = ~np.isin(keys, found.key)
     if not new.any():
         return found

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
 from synthetic_traces import Ask, Fault, Plan, serial, together
 from test_compare_origins import run
 
+from detdiff.compare.forwards import _numbers_after
 from detdiff.report import divergence_text, to_json
 
 ASKS = (
@@ -60,3 +62,14 @@ def test_the_flips_forward_is_told_by_its_own_row() -> None:
     forward = run(SERIAL, other).request("follower").flip_forward
     assert forward is not None and forward.paths_equal is True
     assert {use.path for use in forward.paths_b} == {"native", "reference/gemv"}
+
+
+def test_numbers_behind_a_word_are_those_that_a_pattern_finds() -> None:
+    word = b'"plan":'
+    for raw in (
+        b'{"forward":0,"plan":12,"x":"plan":},\n{"plan":0}\n"plan":1234567890123 "plan":-1 "pla "plan":7',
+        *(b'"plan":7'[:n] for n in range(9)),
+    ):
+        expected = [(m.start(), int(m[1] or -1)) for m in re.finditer(rb'"plan":(\d{0,9})', raw)]
+        places, values = _numbers_after(word, raw)
+        assert list(zip(places.tolist(), values.tolist(), strict=True)) == expected
