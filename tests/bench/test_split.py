@@ -49,7 +49,10 @@ def searched(engine: Any, monkeypatch: pytest.MonkeyPatch, seconds: Any) -> Spli
     monkeypatch.setattr(measuring, "timed", timed)
     monkeypatch.setattr(measures, "BUDGET", 0.0)
     found = SplitSearch(split_levels(scenario_of(8), engine, 8), 1, "eight", dict(MACHINE))
-    find_split(engine, found)
+    said: list[tuple[str, int, int]] = []
+    find_split(engine, found, progress=lambda *told: said.append(told))
+    # Of what calls cost, and of each run of the round that warms up and of the other one.
+    assert len(said) == 1 + 2 * 3 * len(found.levels) and "round 1 of 1" in said[-1][0]
     return found
 
 

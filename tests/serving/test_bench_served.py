@@ -1,0 +1,27 @@
+"""Policies measured at a server's address: answers and times of each, and no counts of what nobody saw."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from clients import Served
+from command_line import run
+
+
+def test_a_server_is_measured_and_its_steps_are_not_counted(native: Served, tmp_path: Path) -> None:
+    words = ["bench", "--model", f"{native.address}/v1", "--requests", "3", "--prompt-lengths", "4"]
+    words += ["--answer-lengths", "2", "--rounds", "1", "--policy", "continuous"]
+    done = run(*words, "-o", str(tmp_path / "m"))
+    assert done.exit_code == 0 and "not counted: serial, continuous: a server does not say" in done.stdout
+    found = json.loads((tmp_path / "m" / "bench.json").read_text())["policies"]
+    for each in found:
+        own = each["detdiff"]
+        assert own["throughput"]["median"] > 0 and (own["counts"], own["cache"]) == (None, None)
+        assert each["output_lens"] == [2, 2, 2] and own["counts_as_simulated"] is None
+    search = run(*words[:-2], "--find-split", "--json")
+    levels = json.loads(search.stdout)["levels"]
+    assert [each["at_once"] for each in levels] == [2, 3] and all("split" not in each for each in levels)
+    assert all(each["whole"]["other_answers"] is not None for each in levels)
+    refused = run(*words, "--clock", "processor")
+    assert refused.exit_code == 2 and "nothing of a server's work" in " ".join(refused.stderr.split())
