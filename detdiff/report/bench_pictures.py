@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 import numpy as np
@@ -71,21 +72,55 @@ def _from_zero(points: Iterable[tuple[PolicyResult, Spread]]) -> LinearScale:
     return LinearScale(0, 1.05 * max(spread.high for _, spread in points), _FLOOR, _TOP)
 
 
+def _family(result: PolicyResult) -> str:
+    """A policy without how many requests it lets run at a time."""
+    return re.sub(r"^(static|continuous):\d+", r"\1", result.policy.name)
+
+
+def _families(results: Iterable[PolicyResult]) -> dict[str, list[PolicyResult]]:
+    """Policies that differ in the number at once alone, which share a colour in all pictures."""
+    found: dict[str, list[PolicyResult]] = {}
+    for result in results:
+        found.setdefault(_family(result), []).append(result)
+    return found
+
+
+def _answers(results: Sequence[PolicyResult]) -> str:
+    """What the policies of a family answer."""
+    said: dict[str, list[str]] = {}
+    for result in results:
+        said.setdefault(result.sameness, []).append(f"{result.policy.at_once}")
+    if len(said) == 1:
+        return next(iter(said))
+    return "; ".join(f"{words} at {', '.join(at)}" for words, at in said.items())
+
+
+def _legend(families: Mapping[str, list[PolicyResult]]) -> list[tuple[int, str]]:
+    return [(n, f"{name}: {_answers(results)}") for n, (name, results) in enumerate(families.items())]
+
+
 def throughput_svg(measured: Measurement) -> str:
     """Tokens a second of each policy, by how many requests it lets run at a time; a line from the least round to the largest."""
     points = _points(measured)
     if not points:
         return ""
     levels = sorted({result.policy.at_once for result, _ in points})
+    families = _families(result for result, _ in points)
     frame = _PolicyPlot(_from_zero(points), [f"{level:,}" for level in levels])
-    for number, (result, spread) in enumerate(points):
-        same = [r for r, _ in points if r.policy.at_once == result.policy.at_once]
-        share = (same.index(result) + 1) / (len(same) + 1)
-        x = frame.across(levels.index(result.policy.at_once), share)
-        frame.point(x, spread.low, spread.median, spread.high, number)
-    legend = [(number, f"{r.policy.name}: {r.sameness}") for number, (r, _) in enumerate(points)]
+    for number, name in enumerate(families):
+        before: tuple[float, float] | None = None
+        for result, spread in sorted(points, key=lambda point: point[0].policy.at_once):
+            if _family(result) == name:
+                level = levels.index(result.policy.at_once)
+                same = [_family(r) for r, _ in points if r.policy.at_once == result.policy.at_once]
+                x = frame.across(level, (same.index(name) + 1) / (len(same) + 1))
+                y = frame.scale(spread.median)
+                if before is not None:
+                    frame.canvas.line(*before, x, y, series(number))
+                frame.point(x, spread.low, spread.median, spread.high, number)
+                before = (x, y)
     title = "Throughput against requests at once"
-    return frame.drawn("throughput", title, _said(points), "requests at once; tokens/s", legend)
+    return frame.drawn("throughput", title, _said(points), "requests at once; tokens/s", _legend(families))
 
 
 def latency_svg(measured: Measurement) -> str:
@@ -102,14 +137,15 @@ def latency_svg(measured: Measurement) -> str:
         return ""
     low, high = log_range([x for _, pairs in found for pair in pairs for x in pair])
     frame = _PolicyPlot(Log(low, high, _FLOOR - 14, _TOP, _FLOOR), [words for _, words in names])
+    families = _families(result for result, _ in found)
     for place in range(len(names)):
-        for number, (_, pairs) in enumerate(found):
+        for number, (result, pairs) in enumerate(found):
             half, most = pairs[place]
-            frame.point(frame.across(place, (number + 1) / (len(found) + 1)), half, half, most, number)
+            x = frame.across(place, (number + 1) / (len(found) + 1))
+            frame.point(x, half, half, most, list(families).index(_family(result)))
     said = "; ".join(f"{r.policy.name}: {pairs[0][0]:.1f} ms to the first token" for r, pairs in found)
-    legend = [(number, r.policy.name) for number, (r, _) in enumerate(found)]
-    what = "milliseconds: the median, and up to the 99th percentile"
-    return frame.drawn("latency", "Latency by policy", said, what, legend)
+    what = "milliseconds: the median, and up to the 99th percentile; policies as in the table, from left to right"
+    return frame.drawn("latency", "Latency by policy", said, what, _legend(families))
 
 
 def split_svg(found: SplitSearch) -> str:
@@ -149,10 +185,16 @@ def flips_svg(measured: Measurement) -> str:
     if not points:
         return ""
     frame = _PolicyPlot(_from_zero(points))
-    across = LinearScale(0, max(1, max(result.flips for result, _ in points)), _LEFT + 24, _WIDTH - 40)
+    families = _families(result for result, _ in points)
+    # Families stand side by side, so that those of as many flips do not hide one another.
+    beside = min(24.0, 240 / len(families))
+    most = max(1, max(result.flips for result, _ in points))
+    across = LinearScale(0, most, _LEFT + 24, _WIDTH - 40 - beside * len(families))
     frame.canvas.axis(across, _ENDS, _FLOOR, 60, "")
-    for number, (result, spread) in enumerate(points):
-        frame.point(across(result.flips), spread.low, spread.median, spread.high, number)
-    legend = [(number, f"{r.policy.name}: {r.sameness}") for number, (r, _) in enumerate(points)]
-    what = f"answers that flip, of {len(measured.workload):,}; tokens/s"
-    return frame.drawn("flips", "Throughput against flips", _said(points), what, legend)
+    for result, spread in points:
+        number = list(families).index(_family(result))
+        x = across(result.flips) + beside * number
+        frame.point(x, spread.median, spread.median, spread.median, number)
+        frame.canvas.text(x + 8, frame.scale(spread.median) + 4, f"{result.policy.at_once}", "dd-t2")
+    what = f"answers that flip, of {len(measured.workload):,}; tokens/s; beside a point how many requests run at a time"
+    return frame.drawn("flips", "Throughput against flips", _said(points), what, _legend(families))
