@@ -32,18 +32,22 @@ LEVELS: Final = (2, 4, 8, 16)
 _LENGTHS = (
     "--clock processor --requests 24 --prompt-lengths exponential:5 --answer-lengths exponential:6 --rounds 3"
 )
+_SHORT = (
+    "--clock processor --requests 24 --prompt-lengths exponential:4 --answer-lengths exponential:4 --rounds 2"
+)
 _STATIC = " ".join(f"--policy static:{n}" for n in LEVELS)
 _BOTH = f"{_STATIC} " + " ".join(f"--policy continuous:{n}" for n in LEVELS)
 _LLAMA = "--model SMOL-Q8_0.gguf --engine llama.cpp"
-_SPLIT = "--clock processor --find-split --requests 8 --rounds 3 --answer-lengths 8"
+_TORCH = "--model SMOL-bf16 --engine transformers --set engine.threads=1"
+_SPLIT = "--clock processor --find-split --answer-lengths 8"
 COMMANDS: Final = {
     "mlx": f"detdiff bench --model builtin {_LENGTHS} {_BOTH} -o mlx",
-    "llama": f"detdiff bench {_LLAMA} --set engine.unified=true {_LENGTHS} {_BOTH} -o llama",
-    "torch": f"detdiff bench --model SMOL-bf16 --engine transformers --set engine.threads=1 {_LENGTHS} {_STATIC} -o torch",
-    "split-llama": f"detdiff bench {_LLAMA} {_SPLIT} -o split-llama",
-    "split-candle": f"detdiff bench --model builtin --set kernels=candle-metal --set layout=packed {_SPLIT} -o split-candle",
-    "split-mlx": f"detdiff bench --model builtin {_SPLIT} -o split-mlx",
-    "split-torch": f"detdiff bench --model SMOL-bf16 --engine transformers --set engine.threads=1 {_SPLIT} -o split-torch",
+    "llama": f"detdiff bench {_LLAMA} --set engine.unified=true {_SHORT} {_BOTH} -o llama",
+    "torch": f"detdiff bench {_TORCH} {_LENGTHS} {_STATIC} -o torch",
+    "split-llama": f"detdiff bench {_LLAMA} {_SPLIT} --requests 8 --rounds 3 -o split-llama",
+    "split-candle": f"detdiff bench --model builtin --set kernels=candle-metal --set layout=packed {_SPLIT} --requests 5 --rounds 3 -o split-candle",
+    "split-mlx": f"detdiff bench --model builtin {_SPLIT} --requests 5 --rounds 3 -o split-mlx",
+    "split-torch": f"detdiff bench {_TORCH} {_SPLIT} --requests 4 --rounds 2 -o split-torch",
     "sources": "detdiff bench --model builtin --set layout=packed --simulate --requests 256 --prompt-lengths 512 --answer-lengths exponential:128 "
     "--policy static:8 --policy continuous:8 -o sources",
 }
@@ -101,11 +105,13 @@ def factors(found: Json) -> str:
     """Throughput of each policy over serial's and over naive batches, and what the counts explain of the latter."""
     by_name = policies_of(found)
     costs = Costs(list(by_name.values()))
-    rows = []
-    for n in (1, *LEVELS):
-        static = by_name["serial" if n == 1 else f"static:{n}"]
-        other = by_name["serial"] if n == 1 else by_name.get(f"continuous:{n}")
-        cells = [n, spread(static["detdiff"]["factor"]), static["detdiff"]["answers"]]
+    serial, rows = by_name["serial"], []
+    for n in LEVELS:
+        static, other = by_name[f"static:{n}"], by_name.get(f"continuous:{n}")
+        cells = [n]
+        for each in (static,) if other is None else (static, other):
+            expected = costs.time(*counted(serial)) / costs.time(*counted(each))
+            cells += [spread(each["detdiff"]["factor"]), f"{expected:.2f}", each["detdiff"]["answers"]]
         if other is not None:
             forwards, computed = counted(static)
             useful = static["detdiff"]["counts"]["rows"]
@@ -113,27 +119,19 @@ def factors(found: Json) -> str:
             waiting = costs.time(forwards, useful) / costs.time(mine[0], useful)
             counts = costs.time(forwards, computed) / costs.time(*mine)
             whole = seconds(static) / seconds(other)
-            cells += [
-                spread(other["detdiff"]["factor"]),
-                other["detdiff"]["answers"],
-                whole,
-                waiting,
-                counts / waiting,
-                whole / counts,
-            ]
+            cells += [f"{x:.2f}" for x in (whole, waiting, counts / waiting, whole / counts)]
         rows.append(cells)
     headers = [
         "at once",
         "static to serial",
+        "by counts",
         "answers",
         "continuous to serial",
+        "by counts",
         "answers",
-        "continuous to static",
-        "waiting",
-        "padding",
-        "rest",
     ]
-    text = tabulate(rows, headers[: len(rows[0])], tablefmt="pipe", floatfmt=".2f", numalign="right")
+    headers += ["continuous to static", "waiting", "padding", "rest"]
+    text = tabulate(rows, headers[: len(rows[0])], tablefmt="pipe", disable_numparse=True)
     fit = (
         f"A forward costs {costs.forward * 1e3:.2f} ms and a row of it {costs.row * 1e3:.2f} ms here, fitted to the {len(by_name)} policies "
         f"(the worst is {costs.worst:.0%} off)."
@@ -176,7 +174,7 @@ def where(found: Json) -> str:
 def splits(all_found: Mapping[str, Json]) -> str:
     """Two requests at once by engine, and where one batch starts to pay."""
     rows = []
-    for name in (name for name in COMMANDS if name.startswith("split-")):
+    for name in (name for name in COMMANDS if name.startswith("split-") and name in all_found):
         found = all_found[name]
         two = found["levels"][0]
         shown = [
@@ -260,12 +258,17 @@ def _packed(at_once: int) -> Scenario:
 
 
 def blocks(found: Mapping[str, Json]) -> Iterator[tuple[str, str]]:
-    for name in ("mlx", "llama", "torch"):
-        yield name, f"**{NAMES[name]}**\n\n{factors(found[name])}"
-    yield "splits", splits(found)
-    yield "crossing", crossing(found["split-llama"])
-    yield "sources", sources(found["sources"])
+    """The page's blocks by name, of what was measured."""
     yield "commands", "\n".join(f"    {command}" for command in COMMANDS.values())
+    for name in ("mlx", "llama", "torch"):
+        if name in found:
+            yield name, f"**{NAMES[name]}**\n\n{factors(found[name])}"
+    if any(name.startswith("split-") for name in found):
+        yield "splits", splits(found)
+    if "split-llama" in found:
+        yield "crossing", crossing(found["split-llama"])
+    if "sources" in found:
+        yield "sources", sources(found["sources"])
 
 
 def replaced(page: str, found: Mapping[str, Json]) -> str:
@@ -288,12 +291,11 @@ def measure(folder: Path, only: Sequence[str]) -> None:
 
 
 def loaded(folder: Path) -> dict[str, Json]:
-    return {
-        name: json.loads(
-            (folder / name / f"{'split' if name.startswith('split-') else 'bench'}.json").read_text()
-        )
-        for name in COMMANDS
+    """The JSON of what was measured, by the commands' names."""
+    paths = {
+        name: folder / name / f"{'split' if name.startswith('split-') else 'bench'}.json" for name in COMMANDS
     }
+    return {name: json.loads(path.read_text()) for name, path in paths.items() if path.exists()}
 
 
 def main() -> None:

@@ -66,7 +66,12 @@ def test_what_the_counts_explain_leaves_nothing_where_time_is_counts() -> None:
         static, continuous = COUNTS[f"static:{n}"], COUNTS[f"continuous:{n}"]
         waiting = (FORWARD * static[0] + ROW * 300) / (FORWARD * continuous[0] + ROW * 300)
         row = cells(found)[n]
-        assert row[-1] == "1" or float(row[-1]) == pytest.approx(1.0, abs=0.005)
+        assert float(row[-1]) == pytest.approx(1.0, abs=0.005)
+        # And all of each factor over serial.
+        serial = FORWARD * 100 + ROW * 300
+        assert float(row[2]) == pytest.approx(
+            serial / (FORWARD * static[0] + ROW * (300 + static[2])), abs=0.006
+        )
         assert float(row[-3]) == pytest.approx(waiting, abs=0.006)
         assert float(row[-3]) * float(row[-2]) * float(row[-1]) == pytest.approx(float(row[-4]), rel=0.02)
 
