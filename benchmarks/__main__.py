@@ -110,6 +110,15 @@ BENCHMARKS = (
         "served and streamed at most 1.05 of direct, recorded at most 1.15",
         lambda row: None if row["way"] == "direct" else row["/ direct"] <= SERVING[row["way"]],
     ),
+    Benchmark(
+        "sweep",
+        "two processes at least 1.7 times as fast as one; a cluster at most 1.15 of two processes",
+        lambda row: {
+            "--jobs 1": None,
+            "--jobs 2": row["one process / this"] >= 1.7,
+            "--ray": row["this / --jobs 2"] <= 1.15,
+        }[row["way"]],
+    ),
     Benchmark("pages", "open and usable in 3 s", lambda row: row["seconds"] <= 3),
     Benchmark("plugin", "an unused plugin costs at most 5 ms a run", lambda row: row["difference ms"] <= 5),
 )
