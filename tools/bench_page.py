@@ -147,14 +147,14 @@ def memory(found: Json, costs: Costs) -> str:
     budget = 4 * max(p + a for p, a in lengths)
     held = cache_memory(lengths, (), budget=budget).most_paged
     small = by_name.get("continuous:4")
-    fitting = [n for n in LEVELS if held is not None and n <= held]
-    if small is None or not fitting or held is None:
+    if small is None or held is None:
         return ""
-    large = by_name[f"continuous:{fitting[-1]}"]
+    nearest = min(LEVELS, key=lambda n: abs(n - held))
+    large = by_name[f"continuous:{nearest}"]
     explained = costs.time(*counted(small)) / costs.time(*counted(large))
     return (
         f"Memory: {budget:,} positions hold 4 contiguous caches of the longest request, and in pages of 16 {held:.1f} requests on average; "
-        f"{fitting[-1]} at once are {seconds(small) / seconds(large):.2f} times as fast as 4, of which the counts explain {explained:.2f}. "
+        f"{nearest} at once are {seconds(small) / seconds(large):.2f} times as fast as 4, of which the counts explain {explained:.2f}. "
     )
 
 
@@ -189,7 +189,7 @@ def splits(all_found: Mapping[str, Json]) -> str:
                 f"{two['calls_to_row_by_row']:.2f}",
                 pays,
                 found["split_rows"] or "-",
-                where(found).rsplit("load ")[-1],
+                f"{found['environment']['load']:.1f}–{found['environment']['load_after']:.1f}",
             ]
         )
     headers = [

@@ -55,11 +55,12 @@ class SplitSearch:
 
     @property
     def pays_from(self) -> int | None:
-        """The least number at once from which on one batch is the faster in the median round, at every number measured."""
+        """The least number at once from which on one batch is at no number slower in every round: a difference that changes its sign
+        from round to round is none."""
         found = None
         for level in reversed(self.levels):
             gain = level.gain
-            if gain is None or gain.median <= 1:
+            if gain is None or gain.high <= 1:
                 break
             found = level.at_once
         return found

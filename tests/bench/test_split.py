@@ -78,6 +78,17 @@ def test_the_threshold_is_where_a_batch_is_faster_from_then_on(
     assert "flips 1 of 4" in split_text(found) and "dd-split" in split_html(found)
 
 
+def test_a_difference_that_changes_its_sign_is_none(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = searched(engine, monkeypatch, lambda n, how: 0.9 * n if how == "whole" and n > 2 else 1.0 * n)
+    assert found.pays_from == 3 and found.levels[0].gain is not None
+    for level in found.levels[:1]:
+        level.whole.runs.append(TimedRun(1.0, [0.0] * level.at_once, [[0.1, 0.2]] * level.at_once))
+        for other in (level.serial, level.split):
+            assert other is not None
+            other.runs.append(TimedRun(2.0, [0.0] * level.at_once, [[0.1, 0.2]] * level.at_once))
+    assert found.pays_from == 2 and found.split_rows is None
+
+
 def test_an_engine_that_cannot_split_is_measured_against_one_after_the_other(
     engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
