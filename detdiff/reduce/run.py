@@ -116,6 +116,12 @@ def _refuse_unreduced(scenarios: list[Scenario]) -> None:
             f"The runs are those of the engine {other}; expected mlx, which runs every smaller pair. Take requests and settings out of the "
             "scenarios by hand, and compare them with `detdiff compare`."
         )
+    several = next((n for each in scenarios if (n := each.engine_settings.get("processes", 1)) != 1), None)
+    if several is not None:
+        raise ReductionError(
+            f"A side runs over {several} processes; expected one, as smaller models need not be divisible among them. Take requests and "
+            "settings out of the scenarios by hand, and compare them with `detdiff compare`."
+        )
     adapter = next((each.adapter_path for each in scenarios if each.adapter_path is not None), None)
     if adapter is not None:
         raise ReductionError(

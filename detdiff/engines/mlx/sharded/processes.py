@@ -28,7 +28,9 @@ STARTS: Final = 300.0
 STALLS: Final = 600.0
 """Seconds without a word from any process while all of them run, as a long prompt may take."""
 ENDS: Final = 15.0
-"""Seconds in which the others have to end once one of them is done, failed or gone: each of their sums waits for it."""
+"""Seconds without a word in which the others have to end once one of them is done: each of their sums waits for it."""
+GONE: Final = 5.0
+"""The same, once one of them has failed or is gone."""
 _ATTEMPTS: Final = 3
 
 OnMessage = Callable[[int, tuple[Any, ...]], None]
@@ -122,13 +124,17 @@ class Processes:
             raise
 
     def _collect(self, on_message: OnMessage, patience: float, after_one: float) -> list[tuple[Any, ...]]:
-        """The last word of each process; ``after_one`` are the seconds without a word once one has said its. Raises the error of the first that failed or was lost, once the others ended too."""
+        """The last word of each process; ``after_one`` are the seconds without a word once one has said its.
+
+        Raises the error of the first that failed or was lost, once the others ended too.
+        """
         waiting = {worker.connection: rank for rank, worker in enumerate(self._workers)}
         found: dict[int, tuple[Any, ...]] = {}
         heard = time.monotonic()
         wrong: list[DetdiffError] = []
         while waiting:
-            left = heard + (patience if len(waiting) == self.size else after_one) - time.monotonic()
+            allowed = GONE if wrong else patience if len(waiting) == self.size else after_one
+            left = heard + allowed - time.monotonic()
             ready = wait(list(waiting), max(left, 0.0))
             if not ready:
                 rank = min(waiting.values())
