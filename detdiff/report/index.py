@@ -140,11 +140,12 @@ def _filters(entries: Sequence[IndexEntry]) -> dict[str, list[str]]:
 
 def index_text(entries: Sequence[IndexEntry], *, width: int = 100, most: int | None = None) -> str:
     """The same as a table of text; lines are at most ``width`` characters where that can be. ``most`` is how many are shown."""
+    # A sweep's comparisons are named by their second run.
+    swept = any(each.labels for each in entries)
     rows = tuple(
         (
             named(each.name),
-            named(each.a) or "-",
-            named(each.b) or "-",
+            *((named(run) or "-") for run in ((each.a,) if swept else (each.a, each.b))),
             each.kind,
             f"{each.flips:,} of {each.requests:,}",
             named(each.origin) or "-",
@@ -152,7 +153,8 @@ def index_text(entries: Sequence[IndexEntry], *, width: int = 100, most: int | N
         for each in _ordered(entries)[:most]
     )
     left_out = len(entries) - len(rows)
-    table = Table(("comparison", "a", "b", "verdict", "flips", "origin at"), rows)
+    runs = ("against",) if swept else ("a", "b")
+    table = Table(("comparison", *runs, "verdict", "flips", "origin at"), rows)
     more = [f"and {left_out:,} more"] if left_out else []
     return "\n".join((summary(entries), "", *table_lines(table, max(40, width)), *more)) + "\n"
 

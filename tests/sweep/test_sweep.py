@@ -15,14 +15,20 @@ from xml.etree import ElementTree
 
 import pytest
 from command_line import heard_again
+from command_line import run as command
 from grids import BUILT_IN, OFF, differing, grid, kept, run
 from tiers import only_in_full
 
+from detdiff.commands import sides
 from detdiff.commands.sweep import SweepArguments, sweep_text, swept
+from detdiff.engines.base import Engine
+from detdiff.engines.registry import open_engine
 from detdiff.errors import CommandError, Interrupted, SweepFolderUnusable
-from detdiff.sweep.cells import SweepFolder
+from detdiff.scenario import Scenario
+from detdiff.sweep import cells
+from detdiff.sweep.cells import RecordTask, SweepFolder, run_task
 from detdiff.sweep.grid import read_grid
-from detdiff.sweep.run import only_one
+from detdiff.sweep.run import Agenda, only_one
 
 SCHEDULES = 'schedule = ["serial", "static", "static:1"]'
 
@@ -47,6 +53,11 @@ def test_a_cell_that_differs_is_found_and_the_others_are_identical(tmp_path: Pat
     assert [len(case) for case in suite] == [0, 1, 1]
     text = sweep_text(found, [], 100)
     assert text.startswith("3 comparisons: 2 different, 1 identical.\n") and "off=false" not in text
+    # The command does what is left, which is nothing here, and ends as the summary says.
+    again = command("sweep", tmp_path / "grid.toml", "-o", tmp_path / "out", "--json")
+    assert again.exit_code == 1, again.output
+    told = json.loads(again.stdout)
+    assert told["schema"] == "detdiff.sweep/1" and told["pairs"] == lines and told["exit_code"] == 1
     # Answers are what compare writes, and traces are what it takes.
     (tmp_path / "out").joinpath("sweep.html").read_text().index("First origins")
     assert json.loads((tmp_path / "out" / lines[2]["answer"]).read_text())["a"]["trace"].startswith("traces/")
@@ -168,6 +179,7 @@ def test_too_little_memory_is_told_in_its_cell(tmp_path: Path) -> None:
 FULL_DISK = """
 import resource, signal, sys
 from pathlib import Path
+from detdiff.commands import sides
 from detdiff.commands.sweep import SweepArguments, swept
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]), resource.RLIM_INFINITY))
@@ -208,6 +220,37 @@ def test_what_is_new_since_the_sweep_before_is_said(tmp_path: Path) -> None:
         run(path, tmp_path / "second", against=tmp_path)
     with pytest.raises(CommandError, match="is the folder of this sweep"):
         run(path, tmp_path / "second", against=tmp_path / "second")
+
+
+def test_cells_that_share_a_model_load_it_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[str] = []
+
+    def counted(scenario: Scenario) -> Engine:
+        loaded.append(scenario.model)
+        return open_engine(scenario)
+
+    monkeypatch.setattr(sides, "open_engine", counted)
+    monkeypatch.setattr(cells, "_ENGINES", [])
+    path = tmp_path / "grid.toml"
+    text = BUILT_IN.format(tokens=1, schedules='["serial", "static"]', chunks="[8]", pairs="")
+    path.write_text(text.replace('["padded", "packed"]', '["packed"]').replace(', "candle-metal"', ""))
+    sweep = read_grid(path)
+    for name, scenario in sweep.recordings.items():
+        assert run_task(RecordTask(name, scenario), tmp_path / "out").failure is None
+    assert loaded == ["builtin"]
+    # Another model takes its place, and is another load.
+    other = sweep.cells[0].scenario.with_changes(model="builtin-draft")
+    assert run_task(RecordTask("other", other), tmp_path / "out").failure is None
+    assert loaded == ["builtin", "builtin-draft"]
+
+
+def test_a_worker_takes_cells_of_the_model_that_it_has_open(tmp_path: Path) -> None:
+    path = grid(tmp_path, 'model = ["one", "two"]\nschedule = ["serial", "static", "static:1"]')
+    sweep = read_grid(path)
+    agenda = Agenda.of(sweep, SweepFolder(tmp_path / "out"))
+    engines = {task.scenario.model: task.engine for task in agenda.recordings}
+    taken = [agenda.next(sweep, engines["two"]) for _ in range(4)]
+    assert [task.scenario.model for task in taken if isinstance(task, RecordTask)] == ["two"] * 3 + ["one"]
 
 
 def test_two_sweeps_do_not_share_a_folder(tmp_path: Path) -> None:
