@@ -182,12 +182,36 @@ def _otherwise(name: str, each: Answers) -> Iterator[str]:
             groups.setdefault((answer.verdict, answer.origin or _reason(answer.why)), []).append(pair)
     for (verdict, what), pairs in groups.items():
         said = f"`{verdict}`" if verdict != "refused" else "refused"
-        where = (
-            f", {WRONG[name][0]} ([shown](findings.md#{WRONG[name][1]}))"
-            if name in WRONG and verdict != "refused"
-            else ""
-        )
+        where = ""
+        if name in WRONG and verdict in ("bug", "undetermined"):
+            where = f", {WRONG[name][0]} ([shown](findings.md#{WRONG[name][1]}))"
+        elif verdict == "undetermined":
+            where = f": {_cell(each[pairs[0]].why.partition('Missing: ')[2] or each[pairs[0]].why)}"
         yield f"{', '.join(pairs)}: {said}, {_cell(what)}{where}"
+
+
+def listed(text: str) -> dict[str, dict[str, str] | str]:
+    """What a page says: of each class the verdict of each pair, or the reason why it was not run."""
+    found: dict[str, dict[str, str] | str] = {}
+    for name, same, rest in re.findall(r"^\| `([^`]+)` \| ([^|]*?) ?\| (.*) \|$", text, re.MULTILINE):
+        if rest.startswith("not run: "):
+            found[name] = rest.removeprefix("not run: ")
+            continue
+        verdicts = dict.fromkeys(_named(same), "identical")
+        for part in re.split(
+            r"; (?=(?:chunk|reuse|static|continuous|packed)\b)", "" if rest == "-" else rest
+        ):
+            pairs, _, what = part.partition(": ")
+            verdicts |= dict.fromkeys(_named(pairs), what.partition(",")[0].strip("`"))
+        found[name] = verdicts
+    return found
+
+
+def _named(pairs: str) -> list[str]:
+    if pairs == "all":
+        return list(PAIRS)
+    # One name has a comma itself.
+    return re.findall("|".join(sorted(PAIRS, key=len, reverse=True)), pairs)
 
 
 def _reason(why: str) -> str:
@@ -218,8 +242,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     every = names()
     if asked.check:
-        listed = re.findall(r"^\| `([^`]+)`", TARGET.read_text(encoding="utf-8"), re.MULTILINE)
-        missing = sorted({*every} ^ {*listed})
+        missing = sorted({*every} ^ {*listed(TARGET.read_text(encoding="utf-8"))})
         print(
             f"not alike in the page and in mlx-lm: {', '.join(missing)}"
             if missing

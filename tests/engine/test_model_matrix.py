@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from every_model import NOT_BUILT, names
 from tiers import some_now
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
-from model_matrix import WRONG, answers, main
+from model_matrix import PAIRS, TARGET, WRONG, Answer, answers, listed, main, page
 
 SOUND = {
     "llama4": ("chunk 2", "reuse 6"),
@@ -52,6 +53,36 @@ def test_a_class_that_is_wrong_in_a_batch_is_called_one() -> None:
         assert found["static"].verdict == "bug" and found["chunk 2"].verdict == "identical"
 
 
-def test_the_page_has_every_class(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_has_every_class_as_the_tool_writes_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--check"]) == 0, capsys.readouterr().out
     assert set(NOT_BUILT) | set(WRONG) <= set(names())
+    text = TARGET.read_text(encoding="utf-8")
+    found = listed(text)
+    assert {name: each for name, each in found.items() if isinstance(each, str)} == NOT_BUILT
+    ran = {name: each for name, each in found.items() if not isinstance(each, str)}
+    assert all(set(each) == set(PAIRS) for each in ran.values())
+    verdicts = Counter(verdict for each in ran.values() for verdict in each.values())
+    assert set(verdicts) <= {"identical", "numerics", "bug", "undetermined", "refused"}
+    assert {name for name, each in ran.items() if {"bug", "undetermined"} & set(each.values())} <= set(WRONG)
+    made = {
+        name: {pair: Answer(verdict) for pair, verdict in each.items()} if isinstance(each, dict) else each
+        for name, each in found.items()
+    }
+    versions = text.partition("With ")[2].partition(".\n")[0]
+    assert page(made, versions).splitlines()[:8] == text.splitlines()[:8]
+
+
+def test_what_the_tool_writes_is_read_back() -> None:
+    made = {
+        "llama": dict.fromkeys(PAIRS, Answer("identical")),
+        "mamba": {
+            pair: Answer("bug", origin="layers.0 (recurrent, composite)")
+            if pair == "static"
+            else Answer("refused", why=f"E: {pair}")
+            for pair in PAIRS
+        },
+        "olmo": "a package is missing",
+    }
+    found = listed(page(made, "MLX 1"))
+    assert found["llama"] == dict.fromkeys(PAIRS, "identical") and found["olmo"] == made["olmo"]
+    assert found["mamba"] == {pair: "bug" if pair == "static" else "refused" for pair in PAIRS}
