@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Write docs/model-matrix.md: every model class of mlx-lm, small and random, its runs compared and explained.
 
-python tools/model_matrix.py                    all classes, for an hour or two; writes the page
+python tools/model_matrix.py                    all classes, for some 20 minutes of a processor; writes the page
 python tools/model_matrix.py llama4 gemma3n     these alone; printed, not written
 python tools/model_matrix.py --keep FILE        answers go into FILE, and those that it has are not asked for again
 python tools/model_matrix.py --check            exit status 1 where the page lacks a class that mlx-lm has
