@@ -154,8 +154,7 @@ def page(found: Mapping[str, Answers | str], versions: str) -> str:
         "",
         f"{len(ran)} of {len(found)} classes run; of {len(pairs)} pairs "
         + ", ".join(
-            f"{n} {'are' if v == 'identical' else 'were' if v == 'refused' else 'are'} {v}"
-            for v, n in counts.items()
+            f"{n} {'were' if v == 'refused' else 'is' if n == 1 else 'are'} {v}" for v, n in counts.items()
         )
         + ". No verdict is `bug` on a class that is not shown to be wrong in [what we found](findings.md).",
         "",
@@ -185,8 +184,8 @@ def _otherwise(name: str, each: Answers) -> Iterator[str]:
         where = ""
         if name in WRONG and verdict in ("bug", "undetermined"):
             where = f", {WRONG[name][0]} ([shown](findings.md#{WRONG[name][1]}))"
-        elif verdict == "undetermined":
-            where = f": {_cell(each[pairs[0]].why.partition('Missing: ')[2] or each[pairs[0]].why)}"
+        if verdict == "undetermined":
+            where += f": {_cell(each[pairs[0]].why.partition('Missing: ')[2] or each[pairs[0]].why)}"
         yield f"{', '.join(pairs)}: {said}, {_cell(what)}{where}"
 
 
