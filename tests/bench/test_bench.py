@@ -105,7 +105,7 @@ INVARIANT = [
 
 
 def test_six_policies_are_counted_as_simulated_and_answer_as_serial_does(engine: Any, tmp_path: Path) -> None:
-    count = 32 if THOROUGH else 9
+    count = 32 if THOROUGH else 4
     workload = drawn(count, Lengths.parse("exponential:6"), Lengths.parse("exponential:4"), seed=5)
     asked = [*INVARIANT, "continuous:8 layout=packed kernels=candle-metal"]
     found = [PolicyResult(policy) for policy in policies(scenario_of(workload), asked)]
