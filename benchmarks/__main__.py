@@ -78,6 +78,16 @@ BENCHMARKS = (
         "at most 2 times the time of reading both traces once, at most 500 MB",
         lambda row: row["ratio"] <= 2 and row["peak MB"] <= 500,
     ),
+    Benchmark(
+        "sizes",
+        "compare at most 2 times reading, every step at most 1 GB, a page of at most 2 MB that opens in 3 s",
+        lambda row: (
+            row["peak MB"] <= 1000
+            and (row["/ reading"] or 0) <= 2
+            and (row["page MB"] or 0) <= 2
+            and (row["open s"] or 0) <= 3
+        ),
+    ),
     Benchmark("trace_size", "digest trace at most 1% of the full trace", lambda row: row["share %"] <= 1),
     Benchmark(
         "injected_faults",

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -27,9 +28,24 @@ from detdiff.compare import compare
 from detdiff.trace import Generated, Rows, Site, Trace, TraceWriter, ports_of
 
 PAIRS = 5
-LAYERS, REQUESTS, PROMPT, TOKENS, CHUNK = 22, 8, 2500, 10_001, 500
+LAYERS = 22
 CASES = ("identical", "sparse", "other order", "other order first", "dense", "origin")
 BORN = 4  # the column of the first q projection's output
+
+
+@dataclass(frozen=True)
+class Workload:
+    """How many ``requests`` of how many prompt and generated tokens; prompts are fed in chunks, and so many requests are
+    ``together`` in a batch."""
+
+    requests: int
+    prompt: int
+    tokens: int
+    chunk: int
+    together: int
+
+
+LARGE = Workload(requests=8, prompt=2500, tokens=10_001, chunk=500, together=8)
 # What shares an array in a recorded llama, so that the tables have as many columns as a real one's.
 SAME = {
     "norm1.out": ("q.in", "k.in", "v.in", "attn.in"),
@@ -93,31 +109,37 @@ def _table(sites: Sequence[Site]) -> tuple[int, ...]:
     return tuple(table)
 
 
-def _spans(serial: bool) -> Iterator[list[tuple[int, int, int]]]:
-    """(request, start, count) of every forward: prompts in chunks, then one row of each request (or of one)."""
-    requests = range(REQUESTS)
-    for group in ([r] for r in requests) if serial else iter([list(requests)]):
+def _spans(load: Workload) -> Iterator[list[tuple[int, int, int]]]:
+    """(request, start, count) of every forward: prompts in chunks, then one row of each request of a batch."""
+    requests = range(load.requests)
+    for group in (requests[at : at + load.together] for at in range(0, load.requests, load.together)):
         for r in group:
-            yield from ([(r, start, CHUNK)] for start in range(0, PROMPT, CHUNK))
-        for step in range(TOKENS - 1):
-            yield [(r, PROMPT + step, 1) for r in group]
+            yield from ([(r, start, load.chunk)] for start in range(0, load.prompt, load.chunk))
+        for step in range(load.tokens - 1):
+            yield [(r, load.prompt + step, 1) for r in group]
 
 
-def write(path: Path, case: str) -> None:
+def write(path: Path, case: str, load: Workload = LARGE) -> None:
     """Write one trace; ``case`` says how it differs from the one of the case ``identical``.
 
-    In ``dense`` and ``origin`` nearly everything differs: of a row's digests all, or all from its first projection on.
+    In ``dense`` and ``origin`` nearly everything differs: of a row's digests all, or all from its first projection on; in
+    ``some`` that is so in every fourth request, and every hundredth flips in the middle.
     """
+    if case.startswith("other order"):
+        load = replace(load, together=1)
     sites = _sites()
     table = _table(sites)
     columns = max(table) + 1
-    requests = [{"id": f"r{n}", "tokens": list(range(PROMPT)), "max_tokens": TOKENS} for n in range(REQUESTS)]
+    requests = [
+        {"id": f"r{n}", "tokens": list(range(load.prompt)), "max_tokens": load.tokens}
+        for n in range(load.requests)
+    ]
     with TraceWriter(path, {"sites": sites, "requests": requests}) as writer:
         plan = {"path": "native", "rule": "", "rows": 1, "second_last": 1, "sites": f"0-{len(sites) - 1}"}
         number = writer.plan([plan])
         waiting: list[tuple[int, int, int, int]] = []
         forward = 0
-        for spans in _spans(case.startswith("other order")):
+        for spans in _spans(load):
             rows = [{"request": r, "slot": 0, "start": s, "count": n, "phase": "decode"} for r, s, n in spans]
             line = {
                 "forward": forward,
@@ -128,17 +150,18 @@ def write(path: Path, case: str) -> None:
             writer.forward({**line, "rows": rows, "plan": number, "caches": []})
             waiting += [(r, s, n, forward) for r, s, n in spans]
             forward += 1
-            if sum(n for _, _, n, _ in waiting) >= CHUNK:
-                _write_rows(writer, case, table, columns, waiting)
+            if sum(n for _, _, n, _ in waiting) >= load.chunk:
+                _write_rows(writer, case, load, table, columns, waiting)
                 waiting = []
         if waiting:
-            _write_rows(writer, case, table, columns, waiting)
+            _write_rows(writer, case, load, table, columns, waiting)
         writer.finish()
 
 
 def _write_rows(
     writer: TraceWriter,
     case: str,
+    load: Workload,
     table: tuple[int, ...],
     columns: int,
     spans: list[tuple[int, int, int, int]],
@@ -158,25 +181,30 @@ def _write_rows(
         np.arange(columns, dtype=np.uint64) * np.uint64(0xD6E8FEB86659FD93)
     )
     if case == "sparse":
-        some = np.flatnonzero((request * TOKENS + position) % 1000 == 17)
+        some = np.flatnonzero((request * load.tokens + position) % 1000 == 17)
         digests[some, position[some] % columns] += np.uint64(1)
     if case == "dense":
-        digests[position > PROMPT // 2] += np.uint64(1)
+        digests[position > load.prompt // 2] += np.uint64(1)
     if case == "origin":
-        digests[position > PROMPT // 2, BORN:] += np.uint64(1)
+        digests[position > load.prompt // 2, BORN:] += np.uint64(1)
+    if case == "some":
+        some = np.flatnonzero((request % 4 == 3) & (position > load.prompt // 2))
+        digests[some, BORN:] += np.uint64(1)
     request, position, forward = (array.astype(np.int32) for array in (request, position, forward))
     zero = np.zeros(len(request), np.int32)
     writer.rows(Rows(request, position, forward, zero, zero, zero, table, digests))
-    chosen = np.flatnonzero(position >= PROMPT - 1)
+    chosen = np.flatnonzero(position >= load.prompt - 1)
     if len(chosen):
         top = np.broadcast_to(np.array([2.0, 1.0], np.float32), (len(chosen), 2))
-        ids = np.broadcast_to(np.array([0, 1], np.int32), (len(chosen), 2))
-        index = (position[chosen] - PROMPT + 1).astype(np.int32)
-        made = Generated(request[chosen], index, zero[chosen], forward[chosen], position[chosen], ids, top)
+        index = (position[chosen] - load.prompt + 1).astype(np.int32)
+        flips = (request[chosen] % 100 == 3) & (index == load.tokens // 2) & (case == "some")
+        token = flips.astype(np.int32)
+        ids = np.stack([token, 1 - token], axis=1)
+        made = Generated(request[chosen], index, token, forward[chosen], position[chosen], ids, top)
         writer.generated(made)
 
 
-def _read(*paths: Path) -> int:
+def read(*paths: Path) -> int:
     """Opens both traces and reads every digest once, in pieces that fit in the processor's cache."""
     size = 0
     for path in paths:
@@ -204,7 +232,7 @@ def measure(a: Path, b: Path) -> dict[str, Any]:
         times = [perf_counter()]
         _read_bytes(a, b)
         times.append(perf_counter())
-        size = _read(a, b)
+        size = read(a, b)
         times.append(perf_counter())
         found = compare(Trace.open(a), Trace.open(b))
         times.append(perf_counter())
@@ -217,11 +245,11 @@ def measure(a: Path, b: Path) -> dict[str, Any]:
         "reading s": round(median(read for _, read, _ in pairs), 3),
         "compare s": round(median(compared for _, _, compared in pairs), 3),
         "ratio": round(median(compared / read for _, read, compared in pairs), 2),
-        "peak MB": round(_peak_mb()),
+        "peak MB": round(peak_mb()),
     }
 
 
-def _peak_mb() -> float:
+def peak_mb() -> float:
     """Peak resident memory of this process in MB."""
     try:
         status = Path("/proc/self/status").read_text()

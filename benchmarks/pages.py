@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -24,15 +25,25 @@ def run() -> list[dict[str, Any]]:
     Raises DetdiffError where there is no Chromium.
     """
     from large_pages import large_pages
+
+    pages = large_pages()
+    return [
+        {"page": name, "MB": round(len(pages[name].encode()) / 1e6, 2), "seconds": round(seconds, 2)}
+        for name, seconds in opened(pages).items()
+    ]
+
+
+def opened(pages: Mapping[str, str]) -> dict[str, float]:
+    """The median seconds until each page, given as HTML, can be used. Raises DetdiffError where there is no Chromium."""
     from playwright.sync_api import sync_playwright
 
     path = next((found for name in NAMES if (found := shutil.which(name))), None)
     if path is None:
         raise DetdiffError("no Chromium here; it is Debian's package `chromium`.")
-    found = []
+    found = {}
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, args=["--headless", "--no-sandbox"])
-        for name, text in large_pages().items():
+        for name, text in pages.items():
             file = Path(folder) / "page.html"
             file.write_text(text, encoding="utf-8", newline="\n")
             taken = []
@@ -43,8 +54,6 @@ def run() -> list[dict[str, Any]]:
                 # Milliseconds from the start of the navigation.
                 taken.append(float(page.locator("html").get_attribute("data-ready") or 0) / 1000)
                 page.close()
-            found.append(
-                {"page": name, "MB": round(len(text.encode()) / 1e6, 2), "seconds": round(median(taken), 2)}
-            )
+            found[name] = median(taken)
         browser.close()
     return found

@@ -54,6 +54,19 @@ class RowPairs:
     def __len__(self) -> int:
         return len(self.a)
 
+    def of(self, stream: int) -> Int64:
+        """The row pairs of a stream, ascending; looked up, since a look at all rows for each request takes the square of time."""
+        order, starts = self._by_stream
+        if stream >= self.streams:
+            return np.empty(0, dtype=np.int64)
+        found: Int64 = order[starts[stream] : starts[stream + 1]].astype(np.int64)
+        return found
+
+    @cached_property
+    def _by_stream(self) -> tuple[NDArray[np.int32], Int64]:
+        order = np.argsort(self.stream, kind="stable").astype(np.int32)
+        return order, np.searchsorted(self.stream[order], np.arange(self.streams + 1))
+
 
 def pair_rows(a: Trace, b: Trace, requests: tuple[RequestPair, ...], *, may_lack: bool = False) -> RowPairs:
     """Align by (model, request, position). Raises NothingComparable where no row is left, unless runs ``may_lack`` rows."""

@@ -202,7 +202,7 @@ class RequestAnswer:
     def answer(self, number: int, request: RequestPair, fed_otherwise: bool) -> RequestDivergence:
         """The comparison of request ``number``; ``fed_otherwise`` says that rows got different tokens in."""
         tally, pairs = self._done.tally, self._done.pairs
-        rows = np.flatnonzero(pairs.stream == number)
+        rows = pairs.of(number)
         differing = int(tally.differing[rows].sum())
         draft = self._draft(number)
         own = self._first_origin(number)
@@ -290,7 +290,7 @@ class RequestAnswer:
     def _draft(self, number: int) -> DraftDivergence | None:
         """The draft's rows of a request; None where no row of a draft was compared."""
         stream = number + self._done.pairs.requests
-        rows = np.flatnonzero(self._done.pairs.stream == stream)
+        rows = self._done.pairs.of(stream)
         if not len(rows):
             return None
         firsts = self._done.tally.first

@@ -217,7 +217,7 @@ class Tally:
     """Sums over blocks. ``n`` is the number of row pairs, ``r`` of streams (requests of a model), ``s`` of common sites.
 
     ``differing`` and ``compared`` int32 [n] count digests per row; ``origins`` int32 [n] origins per row.
-    ``entries`` uint16 [cache and state sites, n] counts differing cache entries per row.
+    ``entries`` uint8 or uint16 [cache and state sites, n] counts differing cache entries per row.
     ``layer_differing`` and ``layer_compared`` int64 [r, layers].
     ``carried`` int64 [r, s], and ``lasting``, ``touched``, ``pending`` [r, s + 1] with ROOT last, hold the smallest
     position << 32 | row place at which that happened, or NEVER; so does ``differs`` [r, cache and state sites] for
@@ -247,7 +247,8 @@ class Tally:
         self.cache_sites = tuple(
             n for n, s in enumerate(ports.sites) if s.site.kind in ("cache_write", "state")
         )
-        self.entries = np.zeros((len(self.cache_sites), rows), dtype=np.uint16)
+        most = max((len(ports.sites[n].outputs) for n in self.cache_sites), default=0)
+        self.entries = np.zeros((len(self.cache_sites), rows), dtype=np.uint8 if most < 256 else np.uint16)
         self.differs = np.full((requests, len(self.cache_sites)), NEVER, dtype=np.int64)
         self._columns: list[Columns] = []
         self._rules: list[Rules] = []
@@ -509,7 +510,8 @@ class SettledOrigins:
 
     def _entries_known(self, number: int, layer: int | None, position: int) -> bool:
         """Whether the entries of every position up to this one were compared."""
-        rows = np.flatnonzero((self._pairs.stream == number) & (self._pairs.position <= position))
+        rows = self._pairs.of(number)
+        rows = rows[self._pairs.position[rows] <= position]
         writes = self._writes(number, layer)
         return (
             bool(writes)

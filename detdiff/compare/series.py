@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -118,6 +118,9 @@ def _by_layer(generated: Generated, lens: Lens, row: int, tokens: tuple[int, int
 
 Event = Mapping[str, Any]
 
+DRAWN: Final = 32
+"""Requests that are drawn at most: a page has no room for more pictures."""
+
 
 @dataclass(frozen=True)
 class ForwardPoint:
@@ -161,8 +164,9 @@ class Timeline:
     thresholds: tuple[Threshold, ...]
 
     @classmethod
-    def of(cls, trace: Trace, run: str) -> Timeline:
-        """``run`` is ``a`` or ``b``. Raises what reading forwards and events raises."""
+    def of(cls, trace: Trace, run: str, drawn: Collection[str] | None = None) -> Timeline:
+        """``run`` is ``a`` or ``b``. Of a forward's members only those ``drawn`` are told one by one. Raises what reading
+        forwards and events raises."""
         ids = [str(request["id"]) for request in trace.requests]
         log, linear = RunLog(trace, run), _LinearPaths(trace)
         events: dict[int, list[Event]] = {}
@@ -177,6 +181,8 @@ class Timeline:
                 paths[plan] = log.paths(number)
                 linear.add(plan, line["calls"], model)
             members = members_of(line, ids)
+            if drawn is not None:
+                members = _together(members, drawn)
             lines = [*_sentences(events.get(number, ()), ids)]
             for each in grouped(run, ids, [Noticed(number, model, event) for event in line["events"]]):
                 lines.append(f"{each.request}: {each.detail}" if each.request else each.detail)
@@ -193,6 +199,20 @@ class Timeline:
                 )
             )
         return cls(tuple(found), linear.thresholds(run))
+
+
+OTHERS: Final = "other requests"
+"""What a forward's members are called that are not drawn."""
+
+
+def _together(members: tuple[Member, ...], drawn: Collection[str]) -> tuple[Member, ...]:
+    others: dict[str, Member] = {}
+    for each in members:
+        if each.request not in drawn:
+            before = others.get(each.phase, Member(OTHERS, each.phase, each.start, 0))
+            start = min(before.start, each.start)
+            others[each.phase] = Member(OTHERS, each.phase, start, before.rows + each.rows)
+    return (*(each for each in members if each.request in drawn), *others.values())
 
 
 class _LinearPaths:
@@ -295,7 +315,9 @@ class RequestSeries:
 
 @dataclass(frozen=True, eq=False)
 class Series:
-    """The requests of a comparison in its order, the forwards of both runs, and the thresholds seen in them."""
+    """The requests of a comparison that are drawn, in its order, the forwards of both runs, and the thresholds seen in them.
+
+    Where there are more than ``DRAWN`` requests, those are drawn that flip first, then those that differ otherwise."""
 
     requests: tuple[RequestSeries, ...]
     a: tuple[ForwardPoint, ...]
@@ -303,25 +325,33 @@ class Series:
     thresholds: tuple[Threshold, ...]
 
 
+def _chosen(requests: Sequence[RequestDivergence]) -> Sequence[RequestDivergence]:
+    """The requests to draw, in their order."""
+    if len(requests) <= DRAWN:
+        return requests
+    first = sorted(range(len(requests)), key=lambda n: (requests[n].flip is None, requests[n].identical, n))
+    return [requests[n] for n in sorted(first[:DRAWN])]
+
+
 def series(a: Trace, b: Trace, divergence: Divergence) -> Series:
     """What to draw of ``divergence``, the comparison of ``a`` and ``b``. Needs the traces alone, no model.
 
-    Takes about as long as comparing them, and a few bytes for each site and position; values are read where both traces
+    Takes about as long as comparing them, and a few bytes for each site and position of what is drawn; values are read where both traces
     hold them. Raises AnswerOfOtherTraces where ``divergence`` is not theirs, and what ``compare`` raises.
     """
-    ids = [request.id for request in divergence.requests]
+    chosen = _chosen(divergence.requests)
+    ids = [request.id for request in chosen]
     across = divergence.across_engines is not None
     aligned = align(a, b, ids, across_models=divergence.across_models, across_engines=across)
     cells = Cells(aligned.ports, aligned.pairs, Distances(a, b, aligned.pairs))
     done = scan(aligned, cells)
-    _must_be_theirs(aligned, done, divergence)
+    _must_be_theirs(aligned, done, chosen)
     numbers = {request.id: number for number, request in enumerate(aligned.pairing.pairs)}
     texts = a.texts(), b.texts()
-    timelines = Timeline.of(a, "a"), Timeline.of(b, "b")
+    drawn = None if len(chosen) == len(divergence.requests) else frozenset(ids)
+    timelines = Timeline.of(a, "a", drawn), Timeline.of(b, "b", drawn)
     return Series(
-        requests=tuple(
-            _request(aligned, cells, numbers[each.id], each, texts) for each in divergence.requests
-        ),
+        requests=tuple(_request(aligned, cells, numbers[each.id], each, texts) for each in chosen),
         a=timelines[0].forwards,
         b=timelines[1].forwards,
         thresholds=(*timelines[0].thresholds, *timelines[1].thresholds),
@@ -354,17 +384,17 @@ def _request(
     )
 
 
-def _must_be_theirs(aligned: Aligned, done: Pass, divergence: Divergence) -> None:
+def _must_be_theirs(aligned: Aligned, done: Pass, requests: Sequence[RequestDivergence]) -> None:
     """A saved comparison may be older than the traces that lie where its own did."""
     numbers = {request.id: number for number, request in enumerate(aligned.pairing.pairs)}
-    for request in divergence.requests:
+    for request in requests:
         number = numbers.get(request.id)
         claimed = request.rows, request.differing, None if request.flip is None else request.flip.index
         found = None
         if number is not None:
-            rows = aligned.pairs.stream == number
+            rows = aligned.pairs.of(number)
             differing = int(done.tally.differing[rows].sum())
-            found = int(rows.sum()), differing, aligned.pairing.pairs[number].flip
+            found = len(rows), differing, aligned.pairing.pairs[number].flip
         if claimed != found:
             raise AnswerOfOtherTraces(
                 f"The comparison says of request {request.id} that {claimed[1]} digests of {claimed[0]} rows differ, and that "

@@ -216,6 +216,11 @@ def _picture_sections(
         fragile_lines(pages["margins"], verdict)
     if series is not None:
         subjects = [ViewSubject(series, each, divergence) for each in (None, *series.requests)]
+        if len(series.requests) < len(divergence.requests):
+            pages["timeline"].prose(
+                f"Drawn are {len(series.requests)} of {count(len(divergence.requests), 'request')}: those that flip first, then "
+                "those that differ otherwise; in forwards the rest are told together, as other requests."
+            )
         lacking_lines(pages["timeline"], divergence, "forwards")
         for id, page in pages.items():
             page.add(*_views(id, subjects))

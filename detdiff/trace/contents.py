@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -342,16 +343,36 @@ def _code_points(where: str, lacks: Mapping[str, str], tokens: NDArray[Any]) -> 
         )
 
 
-def check_unique(where: str, tokens: list[tuple[Int32, Int32]]) -> None:
-    """Raises GeneratedError when one (request, index) occurs twice in ``tokens``."""
-    keys = [request.astype(np.int64) << 32 | index for request, index in tokens]
-    found, counts = np.unique(np.concatenate(keys), return_counts=True)
-    if bool((counts > 1).any()):
-        key = int(found[counts > 1][0])
-        raise GeneratedError(
-            f"{where} has token {key & 0xFFFFFFFF} of request {key >> 32} although it was generated before; "
-            "expected every index once. Record the trace again."
-        )
+class TokenIndices:
+    """Which tokens of each request there are. They mostly come in order, and then a request costs one number."""
+
+    def __init__(self) -> None:
+        # By request: the index that follows those from 0 on, and those beyond it.
+        self._known: dict[int, tuple[int, set[int]]] = {}
+
+    def add(self, requests: Int32, indices: Int32) -> tuple[int, int] | None:
+        """Add tokens, and give None; where a (request, index) comes again, give that, and add nothing."""
+        order = np.lexsort((indices, requests))
+        request, index = requests[order], indices[order]
+        bounds = [0, *(np.flatnonzero(np.diff(request)) + 1).tolist(), len(order)]
+        found: dict[int, tuple[int, set[int]]] = {}
+        for start, stop in pairwise(bounds) if len(order) else ():
+            number, mine = int(request[start]), index[start:stop]
+            known, others = self._known.get(number, (0, set()))
+            if not others and int(mine[0]) == known and bool((np.diff(mine) == 1).all()):
+                found[number] = int(mine[-1]) + 1, others
+                continue
+            others = set(others)
+            for each in mine.tolist():
+                if each < known or each in others:
+                    return number, each
+                others.add(each)
+            while known in others:
+                others.remove(known)
+                known += 1
+            found[number] = known, others
+        self._known.update(found)
+        return None
 
 
 def _outside(array: NDArray[Any], above: int) -> int | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -30,11 +30,11 @@ from detdiff.trace.contents import (
     Port,
     RowIndex,
     Site,
+    TokenIndices,
     UInt64,
     check_embeddings,
     check_lacking,
     check_lacking_sites,
-    check_unique,
     parse_ranges,
     ports_of,
 )
@@ -259,7 +259,7 @@ class Trace:
         entries = {e["name"]: e for e in self.header["shards"]} if checked and self.header["complete"] else {}
         limits = Limits(len(self.requests), len(self._forwards), len(self.ports))
         shards: list[Shard] = []
-        tokens: list[tuple[Int32, Int32]] = []
+        tokens = TokenIndices()
         embedded: tuple[frozenset[int], int | None] = frozenset(), None
         self.tables = {}
         last: tuple[int, tuple[int, ...] | None] = (0, None)
@@ -272,8 +272,7 @@ class Trace:
                 generated = shard.generated(lens=False)
                 if generated is not None:
                     check_lacking(str(shard.path), self.header.get("lacks", {}), generated)
-                    check_unique(str(shard.path), [*tokens, (generated.request, generated.index)])
-                    tokens.append((generated.request, generated.index))
+                    _check_new(str(shard.path), tokens.add(generated.request, generated.index))
                 embedded = self._embedded(shard, limits, embedded)
             except TraceError as error:
                 if not partial:
@@ -282,10 +281,8 @@ class Trace:
                 continue
             self.tables.update(shard.tables)
             shards.append(shard)
+        self._rows = _joined_rows(shards)
         self.shards = tuple(shards)
-        self._rows = RowIndex(
-            **{name: _joined([getattr(shard.rows, name) for shard in shards]) for name in _ROW_FIELDS}
-        )
 
     def _embedded(
         self, shard: Shard, limits: Limits, before: tuple[frozenset[int], int | None]
@@ -365,5 +362,27 @@ def _check_bytes(path: Place, entries: Mapping[str, Mapping[str, Any]]) -> None:
         )
 
 
-def _joined(parts: list[Int32]) -> Int32:
-    return np.concatenate(parts) if parts else np.empty(0, np.int32)
+def _check_new(where: str, again: tuple[int, int] | None) -> None:
+    if again is not None:
+        raise GeneratedError(
+            f"{where} has token {again[1]} of request {again[0]} although it was generated before; expected every index once. "
+            "Record the trace again."
+        )
+
+
+def _joined_rows(shards: list[Shard]) -> RowIndex:
+    """The rows of all shards; each of ``shards`` then has its part of them, so that no row is in memory twice."""
+    parts = {name: [getattr(shard.rows, name) for shard in shards] for name in _ROW_FIELDS}
+    ends = np.cumsum([0, *(len(part) for part in parts["row"])])
+    for number, shard in enumerate(shards):
+        shards[number] = replace(shard, rows=_NO_ROWS)
+    joined = RowIndex(**{name: np.concatenate(parts.pop(name) or [_NONE]) for name in _ROW_FIELDS})
+    for number, shard in enumerate(shards):
+        mine = slice(ends[number], ends[number + 1])
+        own = RowIndex(**{name: getattr(joined, name)[mine] for name in _ROW_FIELDS})
+        shards[number] = replace(shard, rows=own)
+    return joined
+
+
+_NONE = np.empty(0, np.int32)
+_NO_ROWS = RowIndex(*(_NONE for _ in _ROW_FIELDS))

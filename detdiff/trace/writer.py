@@ -34,6 +34,7 @@ from detdiff.trace.contents import (
     Limits,
     Rows,
     Site,
+    TokenIndices,
     Value,
     check_embeddings,
     check_generated,
@@ -290,7 +291,7 @@ class TraceWriter:
         self._reach: list[int] = []
         self._texts: dict[int, str] = {}
         self._last_forward = 0
-        self._tokens: set[tuple[int, int]] = set()
+        self._tokens = TokenIndices()
         self._top: tuple[Any, ...] | None = None
         self._embedded: set[int] = set()
         self._width: int | None = None
@@ -405,14 +406,12 @@ class TraceWriter:
         check_generated("The batch", own, self._limits)
         check_lacking("The batch", self._header.get("lacks", {}), own)
         top = (own.top_ids.shape[1], None if own.lens is None else own.lens.top_ids.shape[1:])
-        tokens = set(zip(own.request.tolist(), own.index.tolist(), strict=True))
-        if len(tokens) != len(own.request) or tokens & self._tokens or top != (self._top or top):
+        if top != (self._top or top) or self._tokens.add(own.request, own.index) is not None:
             raise GeneratedError(
                 "A batch of generated tokens repeats an index of a request, or its top-k or lens has "
                 "another shape than before; expected every index once and one shape in a trace. This is a "
                 "fault of the recorder."
             )
-        self._tokens |= tokens
         self._top = top
         self._buffer.add_generated(own)
         if self._buffer.bytes >= self._shard_bytes:

@@ -1,0 +1,88 @@
+"""Memory that grows with a trace: what is kept of a row, whatever the number of sites and requests."""
+
+from __future__ import annotations
+
+import sys
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from detdiff.compare import compare, series
+from detdiff.compare.series import DRAWN, OTHERS
+from detdiff.report.build import build
+from detdiff.report.html import LARGEST, html
+from detdiff.trace import Trace
+from detdiff.trace.contents import TokenIndices
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.compare import Workload, write  # noqa: E402
+
+REQUESTS = 104
+LOAD = Workload(requests=REQUESTS, prompt=4, tokens=9, chunk=4, together=8)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """More requests than are drawn, of which every fourth differs and two flip."""
+    folder = tmp_path_factory.mktemp("large")
+    write(folder / "a", "identical", LOAD)
+    write(folder / "b", "some", LOAD)
+    return folder / "a", folder / "b"
+
+
+def test_what_matters_of_many_requests_is_drawn_and_the_page_says_what_is_not(
+    pair: tuple[Path, Path],
+) -> None:
+    traces = Trace.open(pair[0]), Trace.open(pair[1])
+    found = compare(*traces)
+    assert sum(not request.identical for request in found.requests) == REQUESTS // 4
+    drawn = series(*traces, found)
+    ids = [request.id for request in drawn.requests]
+    assert len(ids) == DRAWN and {f"r{n}" for n in range(3, REQUESTS, 4)} < set(ids)
+    assert ids == [request.id for request in found.requests if request.id in ids]
+    # In a batch of eight those that are not drawn are one member, and no row is lost.
+    last = drawn.a[-1].members
+    assert sum(member.rows for member in last) == 8 and last[-1].request == OTHERS
+    page = html(build(found, None, drawn, ""))
+    assert f"Drawn are {DRAWN} of {REQUESTS} requests" in page and len(page.encode()) <= LARGEST
+
+
+def test_rows_are_in_memory_once(pair: tuple[Path, Path]) -> None:
+    """Of a shard's own copy and the whole trace's one is enough."""
+    trace = Trace.open(pair[0])
+    whole = trace.row_index()
+    for shard in trace.shards:
+        assert all(np.shares_memory(getattr(shard.rows, name), each) for name, each in vars(whole).items())
+    assert sum(len(shard.rows.row) for shard in trace.shards) == len(whole.row)
+
+
+def test_memory_of_recording_does_not_grow_with_tokens() -> None:
+    """A set of all tokens took 200 bytes for each."""
+    count = 100_000
+    tracemalloc.start()
+    try:
+        known = TokenIndices()
+        for start in range(0, count, 1000):
+            assert known.add(np.zeros(1000, np.int32), np.arange(start, start + 1000, dtype=np.int32)) is None
+        kept = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert kept < 50_000
+
+
+def test_tokens_that_come_again_are_found_in_any_order() -> None:
+    def add(known: TokenIndices, *pairs: tuple[int, int]) -> tuple[int, int] | None:
+        requests, indices = np.array(pairs, np.int32).T
+        return known.add(requests, indices)
+
+    known = TokenIndices()
+    assert add(known, (1, 0), (0, 0), (0, 1)) is None
+    assert add(known, (0, 4), (1, 1), (0, 3)) is None
+    assert add(known, (0, 3)) == (0, 3) and add(known, (1, 0)) == (1, 0)
+    assert add(known, (2, 7), (2, 7)) == (2, 7)
+    # What was refused was not added.
+    assert add(known, (2, 7), (0, 2)) is None
+    assert add(known, (0, 2)) == (0, 2) and add(known, (0, 5)) is None and add(known, (0, 4)) == (0, 4)
