@@ -131,6 +131,21 @@ def lost_in_quantising(flags: str) -> Ask:
     return ask
 
 
+def quantised_attention_off(folder: Path, monkeypatch: pytest.MonkeyPatch, ill: bool) -> Asked:
+    # The sides are to differ, and that is not all that there is.
+    from mlx_lm.models import base
+
+    native = base.quantized_scaled_dot_product_attention
+
+    def off(queries: mx.array, keys: Any, values: Any, scale: float, mask: Any, **kw: Any) -> mx.array:
+        return native(queries, keys, values, 1.1 * scale, mask, **kw)
+
+    if ill:
+        monkeypatch.setattr(base, "quantized_scaled_dot_product_attention", off)
+    both = f"tokens={','.join(map(str, range(1, 12)))} max_tokens=3"
+    return Asked(both, "schedule=serial", QUANTISED, directory(folder / "qwen3", QWEN3))
+
+
 def mask_without_padding(folder: Path, monkeypatch: pytest.MonkeyPatch, ill: bool) -> Asked:
     from mlx_lm.models import minicpm3
 
@@ -241,6 +256,9 @@ KINDS = (
               verdict("configuration", "settings", "kv_bits None and 8")),
     explained("A2 a cache that loses what it quantises in chunks", lost_in_quantising(f"prefill_chunk=4 {QUANTISED}"), LOST,
               verdict("configuration", "quantised", "from position 4 in a and from 10 in b")),
+    explained("A2 wrong attention over what was quantised", quantised_attention_off,
+              verdict("bug", "quantised-attention", "layers.0.self_attn.attention", "position 10 of r0", "in run b"),
+              verdict("configuration", "settings", "kv_bits None and 8")),
     explained("A5 race in a batch", race_in_a_batch,
               verdict("nondeterminism", "repeat", "Side b, run again", never=("not about the batch",))),
     explained("A6 state between calls", state_between_calls,
@@ -269,7 +287,7 @@ KINDS = (
 """Kinds that ``explain`` answers; ``test_reported_comparisons.py`` has those of ``compare``."""
 
 
-@pytest.mark.parametrize("kind", some_now(KINDS, 2), ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", some_now(KINDS, 3), ids=lambda kind: kind.name)
 def test_a_kind_is_answered_alike_and_its_twin_is_sound(
     kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

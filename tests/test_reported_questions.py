@@ -125,6 +125,12 @@ def a_ring_of_a_size(folder: Path, patch: pytest.MonkeyPatch, ill: bool) -> Aske
     return Asked(ELEVEN, "schedule=serial", b, directory(folder / "qwen3", QWEN3), controls)
 
 
+def a_ring_and_prompts_cut_otherwise(folder: Path, patch: pytest.MonkeyPatch, ill: bool) -> Asked:
+    # A sound model: which of the positions a row still finds depends on who else is in its forward.
+    b = f"prefill_chunk={64 if ill else 3}"
+    return Asked(f"{ELEVEN} max_kv_size=8", "prefill_chunk=3", b, directory(folder / "qwen3", QWEN3))
+
+
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if thinking %}<think>{% endif %}"
 )
@@ -211,6 +217,8 @@ KINDS = (
     explained("B16 two poolings", two_poolings, verdict("configuration", "settings", "pooling mean and last")),
     explained("B16 max_kv_size", a_ring_of_a_size,
               verdict("configuration", "cache-size", "all positions in a and 8 positions in b")),
+    explained("B16 max_kv_size and prompts cut otherwise", a_ring_and_prompts_cut_otherwise,
+              verdict("configuration", "cache-size", "keep 8 positions", "prefill_chunk 3 and 64")),
     explained("B16 stops that a batch forgets", stops_that_a_batch_forgets,
               verdict("bug", "sampling", "r0 ends after 2 tokens in run a and goes on in run b")),
     Kind("B16 chats with template arguments", chats, another_prompt),

@@ -10,7 +10,7 @@ import numpy as np
 
 from detdiff.compare.divergence import Divergence, Finding, Origin, RequestDivergence, Verification
 from detdiff.engines.registry import changed_imports
-from detdiff.scenario import Scenario
+from detdiff.scenario import Scenario, Schedule
 from detdiff.scenario.sampling import PROCESSORS
 from detdiff.trace import Trace, parse_ranges
 
@@ -327,15 +327,28 @@ class Facts:
 
     @property
     def sizes(self) -> tuple[int | None, ...]:
-        """How many positions the caches of a and of b keep (None: all), where that differs and no origin is before the first that
-        goes; empty elsewhere."""
+        """How many positions the caches of a and of b keep (None: all), where that differs, or is some of them and the prompts are cut
+        otherwise, and no origin is before the first that goes; empty elsewhere."""
         if self.divergence is None:
             return ()
         runs = (self.divergence.a, self.divergence.b)
         found = tuple(run.scenario.get("max_kv_size") for run in runs)
         least = min((size for size in found if size is not None), default=0)
         early = any(r.origin is not None and r.origin.position < least for r in self.diverged)
-        return () if found[0] == found[1] or early or not self.diverged else found
+        same = found[0] == found[1] and (found[0] is None or not self.cuts)
+        return () if same or early or not self.diverged else found
+
+    @property
+    def cuts(self) -> tuple[str, ...]:
+        """Settings that cut prompts into other forwards, and nothing else, which differ between the sides of one schedule."""
+        if self.divergence is None:
+            return ()
+        a, b = self.divergence.a.scenario, self.divergence.b.scenario
+        if any(a.get(key) != b.get(key) for key in ("schedule", "layout", "active")):
+            return ()
+        plain = {"turns": "kept", "prefill_chunk": Schedule.prefill_chunk, "reuse_tokens": 0}
+        asked = ((key, a.get(key, unsaid), b.get(key, unsaid)) for key, unsaid in plain.items())
+        return tuple(f"{key} {mine} and {theirs}" for key, mine, theirs in asked if mine != theirs)
 
     @property
     def asked_otherwise(self) -> tuple[Finding, ...]:

@@ -75,6 +75,19 @@ def origins(a: Trace, b: Trace, *, across_engines: bool = False) -> list[OriginR
     ]
 
 
+def attention_rows(a: Trace, b: Trace, first: int) -> list[OriginRow]:
+    """Of each attention of the target the first and the last compared row from position ``first`` on, whatever it was given."""
+    aligned = align(a, b)
+    pairs = aligned.pairs
+    rows = np.flatnonzero((pairs.position >= first) & (pairs.stream < pairs.requests))
+    return [
+        _origin_row(aligned, row, place, "own")
+        for place, site in enumerate(aligned.ports.sites)
+        if site.site.kind == "attention" and not site.site.name.startswith(DRAFT)
+        for row in dict.fromkeys(rows[[0, -1]].tolist() if len(rows) else ())
+    ]
+
+
 def _how(aligned: Aligned, place: int) -> str:
     return "leaf" if place != ROOT and not aligned.ports.sites[place].descendants else "composite"
 

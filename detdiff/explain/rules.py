@@ -305,6 +305,17 @@ RULES: Final[tuple[VerdictRule, ...]] = (
         stops=("repeat", "roles"),
     ),
     VerdictRule(
+        "quantised-attention",
+        "the runs quantise their caches otherwise, and attention over a quantised cache is outside of its rounding bound, given what it was "
+        "called with; a repeat is equal",
+        "bug",
+        lambda facts: facts.result("quantised_attention") == "outside" and facts.result("repeat") == "equal",
+        sentences.say_quantised_attention,
+        ("quantised_attention", "repeat"),
+        sentences.advise_bug,
+        stops=("repeat", "quantised_attention"),
+    ),
+    VerdictRule(
         "settings",
         "the sides were asked for caches quantised otherwise; or every digest up to a flip is bit-equal and the request's "
         "sampling or limits differ",
@@ -316,7 +327,7 @@ RULES: Final[tuple[VerdictRule, ...]] = (
         sentences.say_asked_otherwise,
         ("settings",),
         sentences.advise_configuration,
-        stops=("repeat",),
+        stops=("repeat", "quantised_attention"),
     ),
     VerdictRule(
         "random-state",
@@ -374,11 +385,11 @@ RULES: Final[tuple[VerdictRule, ...]] = (
         sentences.say_quantised_apart,
         ("quantised", "configuration", "repeat"),
         sentences.advise_configuration,
-        stops=("repeat", "configuration"),
+        stops=("repeat", "quantised_attention", "configuration"),
     ),
     VerdictRule(
         "cache-size",
-        "the runs keep different numbers of positions in their caches, no origin is before the first that goes, a repeat is equal, and "
+        "the runs keep different numbers of positions in their caches, or some of them and cut prompts into other forwards, no origin is before the first that goes, a repeat is equal, and "
         "with caches that keep all nothing differs",
         "configuration",
         lambda facts: (

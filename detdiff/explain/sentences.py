@@ -178,6 +178,10 @@ def say_asked_otherwise(facts: Facts) -> str:
     )
 
 
+def say_quantised_attention(facts: Facts) -> str:
+    return f"Not the setting alone: {_said(facts, 'quantised_attention')} No quantisation of what is read makes that."
+
+
 def say_quantised_apart(facts: Facts) -> str:
     places = [
         ", ".join(str(position) for position, _ in side[:4]) or "nowhere"
@@ -218,6 +222,11 @@ def advise_choices(facts: Facts) -> str:
 
 
 def say_cache_size(facts: Facts) -> str:
+    if facts.sizes[0] == facts.sizes[1]:
+        return (
+            f"A difference of configuration: the caches of both sides keep {facts.sizes[0]:,} positions (max_kv_size), and which of them a row "
+            f"still finds depends on how the prompt is cut into forwards ({'; '.join(facts.cuts)}). {_said(facts, 'cache_size')}"
+        )
     kept = ["all positions" if size is None else f"{size:,} positions" for size in facts.sizes]
     return (
         f"A difference of configuration: the caches keep {kept[0]} in a and {kept[1]} in b (max_kv_size), and no row differs before one "

@@ -183,6 +183,10 @@ CASES: dict[str, tuple[Callable[[], Facts], Callable[[], Facts]]] = {
         lambda: facts(two_engines(), roles="shared"),
         lambda: facts(two_engines(), roles="inside"),
     ),
+    "quantised-attention": (
+        lambda: facts(quantised_attention="outside"),
+        lambda: facts(quantised_attention="inside"),
+    ),
     "settings": (
         lambda: facts(replace(chosen(), workload=(SETTINGS,))),
         # Where digests differ, the sampling does not explain it.

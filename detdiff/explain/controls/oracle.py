@@ -102,7 +102,7 @@ def judged(case: Case, at_most: int) -> Outcome:
             scores.skip(each, NO_BOUND)
     if plain or (known and between):
         asked = [*plain, *(between if known else ())]
-        sides = [_captured(case, side, asked, origin_rows) for side in "ab"]
+        sides = [capture_side(case, side, asked, origin_rows) for side in "ab"]
         captured = _captured_rows(sides, origin_rows)
         places = {id(each): place for place, each in enumerate(origin_rows)}
         plain, between = ([captured[places[id(each)]] for each in some] for some in (plain, between))
@@ -111,7 +111,7 @@ def judged(case: Case, at_most: int) -> Outcome:
         taken = {id(each) for each in plain}
         plain += [each for each in _largest(origin_rows, sides) if id(each) not in taken]
         for group in _groups(plain):
-            _judge(case, sides, group, scores, _moved_before(group[0], origin_rows))
+            judge_rows(case, sides, group, scores, moved=_moved_before(group[0], origin_rows))
         for each in between if known else ():
             _judge_scan(case, sides, each, scores)
     worst = scores.first_outside()
@@ -134,7 +134,7 @@ def sample(origin_rows: Sequence[OriginRow], at_most: int = AT_MOST) -> list[Ori
     return [origin_rows[place] for place in sorted(places)]
 
 
-def _captured(
+def capture_side(
     case: Case, side: Side, chosen: Sequence[OriginRow], origin_rows: Sequence[OriginRow]
 ) -> Captured:
     """A re-run that keeps the values of the chosen sites, the cache entries that they need, and attention's calls at its origins."""
@@ -297,9 +297,17 @@ def _moved_before(attention: OriginRow, origin_rows: Sequence[OriginRow]) -> boo
     )
 
 
-def _judge(
-    case: Case, sides: Sequence[Captured], group: list[OriginRow], scores: Scores, moved: bool = False
+def judge_rows(
+    case: Case,
+    sides: Sequence[Captured],
+    group: list[OriginRow],
+    scores: Scores,
+    *,
+    moved: bool = False,
+    own: bool = False,
 ) -> None:
+    """Score rows of one operation. ``own``: each side by what its own call was given, which need not be equal; ``moved``: so, too,
+    where both attend to the same entries."""
     from detdiff_kernels import UnsupportedFormat
 
     from ..oracle import JudgedOrigins, judge
@@ -310,7 +318,7 @@ def _judge(
         found: list[Any] = []
         operations: list[Operation] = []
         # What attention read is not known to be equal where the layer's cache is not recorded.
-        own = first.site.kind == "attention" and "kv" not in first.site.inputs
+        own = own or (first.site.kind == "attention" and "kv" not in first.site.inputs)
         both = ([each.row_a for each in group], [each.row_b for each in group])
         for name, captured, call, rows in zip("ab", sides, (first.call_a, first.call_b), both, strict=True):
             engine: Any = case.engine(name)
