@@ -24,7 +24,7 @@ from detdiff.engines.mlx.taps.sites import site_name
 from detdiff.errors import OracleRefused
 from detdiff.explain.attention_bounds import AttentionOperation
 from detdiff.explain.bounds import Copied, Linear
-from detdiff.explain.controls.oracle import _judge
+from detdiff.explain.controls.oracle import judge_rows
 from detdiff.explain.oracle import Judgement, Scores, compare_sides, judge
 from detdiff.explain.origins import OriginRow
 from detdiff.explain.roundings import Arithmetic
@@ -372,7 +372,7 @@ def test_each_side_is_counted_by_its_own_bound_where_they_read_other_keys() -> N
     case: Any = SimpleNamespace(engine=lambda name: engine, scenario=lambda name: None)
     for fault, outside in ((0.0, 0), (0.1, 1)):
         scores = Scores(1)
-        _judge(case, [side("a", fault), side("b", 0.0)], [origin], scores)
+        judge_rows(case, [side("a", fault), side("b", 0.0)], [origin], scores)
         found = scores.detail("")
         assert (found["outside_a"], found["outside_b"]) == (outside, 0)
 
