@@ -222,6 +222,7 @@ def test_what_is_new_since_the_sweep_before_is_said(tmp_path: Path) -> None:
         run(path, tmp_path / "second", against=tmp_path / "second")
 
 
+@pytest.mark.thorough
 def test_cells_that_share_a_model_load_it_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded: list[str] = []
 
