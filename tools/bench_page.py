@@ -284,7 +284,12 @@ def replaced(page: str, found: Mapping[str, Json]) -> str:
 
 
 def measure(folder: Path, only: Sequence[str]) -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "NUMBA_NUM_THREADS": "1",
+    }
     for name, command in COMMANDS.items():
         if not only or name in only:
             subprocess.run(shlex.split(command), cwd=folder, env=environment, check=True)
