@@ -15,12 +15,13 @@ if TYPE_CHECKING:
     from detdiff.compare import Divergence, compare
     from detdiff.engines.record import record
     from detdiff.explain import Verdict, explain
+    from detdiff.invariance.invariant import invariant
     from detdiff.scenario import Scenario
     from detdiff.trace import Trace
 
 __version__ = "0.1.0"
 
-__all__ = ["Divergence", "Scenario", "Trace", "Verdict", "compare", "explain", "record"]
+__all__ = ["Divergence", "Scenario", "Trace", "Verdict", "compare", "explain", "invariant", "record"]
 
 _HOME = {
     "Divergence": "detdiff.compare",
@@ -29,6 +30,7 @@ _HOME = {
     "Verdict": "detdiff.explain",
     "compare": "detdiff.compare",
     "explain": "detdiff.explain",
+    "invariant": "detdiff.invariance.invariant",
     "record": "detdiff.engines.record",
 }
 

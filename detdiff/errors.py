@@ -226,6 +226,10 @@ class KernelPlanError(DetdiffError):
     """A kernel plan names an unknown path or profile, or one that a site cannot take."""
 
 
+class NotInvariant(DetdiffError):
+    """No policy, or not the one that was asked for, makes a model's rows depend on nothing but themselves here."""
+
+
 class TraceError(DetdiffError):
     """A trace breaks a rule of its format, or cannot be written."""
 

@@ -153,24 +153,30 @@ class CallTime:
 
 
 def measure(
-    operation: ProbedOperation, content: RowContent, rows: Sequence[int], now: Clock = perf_counter
+    operation: ProbedOperation,
+    content: RowContent,
+    rows: Sequence[int],
+    now: Clock = perf_counter,
+    *,
+    budget: float = BUDGET,
 ) -> tuple[CallTime, ...]:
     """Times every M of ``rows``, which start with 1, in seconds of ``now``."""
     given = {m: operation.given(content.rows[:m]) for m in rows}
-    return call_times(lambda m: operation.run(given[m]), rows, now)
+    return call_times(lambda m: operation.run(given[m]), rows, now, budget)
 
 
 def call_times(
-    call: Callable[[int], object], rows: Sequence[int], now: Clock = perf_counter
+    call: Callable[[int], object], rows: Sequence[int], now: Clock = perf_counter, budget: float = BUDGET
 ) -> tuple[CallTime, ...]:
-    """Times ``call(m)`` for every M of ``rows``, which start with 1. Each round calls all M once, in a new order."""
+    """Times ``call(m)`` for every M of ``rows``, which start with 1. Each round calls all M once, in a new order; ``budget`` is in
+    seconds."""
     for m in rows:
         call(m)
     order = np.random.default_rng(0)
     taken: dict[int, list[float]] = {m: [] for m in rows}
     start = perf_counter()
     done = 0
-    while done < FEWEST or (done < MOST and perf_counter() - start < BUDGET):
+    while done < FEWEST or (done < MOST and perf_counter() - start < budget):
         for place in order.permutation(len(rows)).tolist():
             m = rows[place]
             before = now()

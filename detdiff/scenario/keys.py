@@ -288,7 +288,7 @@ logit_bias       | biases   | sampling.logit_bias    |                          
 site             | text     | site                   |                                  | `*`              | a pattern of site names (`*`, `?`, `[...]`)
 phase            | text     | phase                  |                                  | `any`            | `prefill`, `decode`, `draft` (all forwards of a draft model), `verify`, `mixed` (several in one forward) or `any`
 rows             | text     | rows                   |                                  | `1..`            | how many rows the call has: `4`, `2..8` or `9..`
-path             | text     | path                   |                                  | `native`         | `native`, `rows` (row by row), `pad:N`, or a reference kernel such as `candle-metal/mv`
+path             | text     | path                   |                                  | `native`         | `native`, `rows` (row by row), `pad:N`, `tile:N` (calls of N rows, filled up), `cut:N` (calls of N rows, and one of the rest), `keys` (attention: each row alone over the keys it sees), or a reference kernel such as `candle-metal/mv`
 second_last      | text     | second_last            |                                  | `1..`            | the second-to-last dimension of the call's input, written as `rows` is. Two rows are [1, 2, K] when packed and [2, 1, K] when padded
 """
 

@@ -209,8 +209,10 @@ class PathRule:
 
     ``rows`` and ``second_last`` are ``"4"``, ``"2..8"`` or ``"9.."``. Two rows are [1, 2, K] when packed and
     [2, 1, K] when padded; ``second_last`` is the second-to-last dimension, by which some backends choose, and
-    tells them apart. ``path`` is ``native``, ``rows``, ``pad:N`` or a reference kernel. Raises
-    ScenarioRangeError.
+    tells them apart. ``path`` is ``native``, ``rows``, ``pad:N``, ``tile:N`` (calls of N rows each, the last one filled
+    up, on the path that N rows have without rules), ``cut:N`` (the same of all whole N rows, and what is left as a call of so many
+    rows), ``keys`` (attention: each row as a call of its own, over the keys that it sees)
+    or a reference kernel. Raises ScenarioRangeError.
     """
 
     site: str = "*"
@@ -224,9 +226,11 @@ class PathRule:
         one_of("phase", self.phase, PHASES)
         _bounds("rows", self.rows)
         _bounds("second_last", self.second_last)
-        if not re.fullmatch(r"native|rows|pad:[1-9][0-9]{0,8}|[\w.-]+/[\w.-]+", self.path, re.ASCII):
+        if not re.fullmatch(
+            r"native|rows|keys|(?:pad|tile|cut):[1-9][0-9]{0,8}|[\w.-]+/[\w.-]+", self.path, re.ASCII
+        ):
             raise ScenarioRangeError(
-                f"path is {self.path!r}; it must be native, rows, pad:N with N of 1 or more, or a reference "
+                f"path is {self.path!r}; it must be native, rows, pad:N, tile:N or cut:N with N of 1 or more, keys, or a reference "
                 "kernel such as candle-metal/mv."
             )
 

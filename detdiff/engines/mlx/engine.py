@@ -26,7 +26,7 @@ from detdiff.engines.record import record as record_engine
 from detdiff.engines.schedule import Work
 from detdiff.engines.tasks import Pooling
 from detdiff.errors import EngineRefuses, LayoutError, OracleRefused, ScenarioError
-from detdiff.scenario import EMBED, SCORE, Scenario
+from detdiff.scenario import EMBED, SCORE, KernelPlan, Scenario
 from detdiff.trace import Place, Site, Trace
 
 from .model import LoadedModel, encode, load
@@ -56,6 +56,7 @@ if TYPE_CHECKING:
 
     from .attention_calls import AttentionWatch
     from .cache_patches import CachePatches
+    from .invariance import MlxPinning
     from .live import PackedLive
     from .path_changes import MinimalChangeTrials
     from .sharded.engine import ShardedEngine
@@ -76,6 +77,7 @@ _CAPABILITIES: Final = frozenset(
         base.CHOICES,
         base.PADDING,
         base.ADAPTERS,
+        base.INVARIANCE,
         base.PACKED,
         base.SPECULATION,
         base.CACHE_SETTINGS,
@@ -194,6 +196,12 @@ class MlxEngine:
 
         return PackedLive(self, scenario, path)
 
+    def pinning(self, kernels: KernelPlan) -> MlxPinning:
+        """See ``base.PinsKernels``."""
+        from .invariance import MlxPinning
+
+        return MlxPinning(self.loaded, kernels)
+
     # What controls ask beside recordings. What it takes is loaded then.
 
     def path_trials(self, case: Case) -> MinimalChangeTrials:
@@ -286,11 +294,23 @@ class MlxEngine:
         return scanned(captured, origin, place)
 
 
-def engine_of_objects(given: Any) -> MlxEngine | str:
-    """The engine of a LoadedModel, or of the pair that ``mlx_lm.load`` gives; what it is in words where it is neither."""
+class IdsAlone:
+    """Stands for the tokenizer of a model that is only given token ids."""
+
+    eos_token_ids: frozenset[int] = frozenset()
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return " ".join(map(str, ids))
+
+
+def engine_of_objects(given: Any, *, without_tokenizer: bool = False) -> MlxEngine | str:
+    """The engine of a LoadedModel, or of the pair that ``mlx_lm.load`` gives, or ``without_tokenizer`` of a model alone; what it is
+    in words where it is neither."""
     if isinstance(given, LoadedModel):
         # Whoever owns an object may have changed its weights, and what kernels made of them before would hide that.
         return MlxEngine(replace(given, staged={}, apart=set()))
+    if isinstance(given, Module) and without_tokenizer:
+        given = (given, IdsAlone())
     if not (isinstance(given, tuple | list) and len(given) in (2, 3) and isinstance(given[0], Module)):
         return (
             "an mlx module without its tokenizer"

@@ -17,8 +17,14 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from detdiff.engines.mlx.taps.forward import Forward, PathOverride
-from detdiff.engines.mlx.taps.kernel_plan import NATIVE, CallSite, KernelPath, RowComputation, Span
-from detdiff.engines.mlx.taps.operations import ROW_BY_ROW
+from detdiff.engines.mlx.taps.kernel_plan import (
+    NATIVE,
+    ROW_BY_ROW,
+    CallSite,
+    KernelPath,
+    RowComputation,
+    Span,
+)
 from detdiff.engines.mlx.taps.sites import SiteMap
 from detdiff.explain.case import Side
 from detdiff.explain.control import CannotRun

@@ -19,7 +19,7 @@ from detdiff.engines.mlx.taps.forward import memory
 from detdiff.engines.mlx.taps.kernel_plan import NATIVE, CallSite
 from detdiff.engines.mlx.taps.operations import Operations
 from detdiff.engines.mlx.taps.session import Session
-from detdiff.engines.mlx.taps.sites import tapped, walk
+from detdiff.engines.mlx.taps.sites import Untouched, tapped, walk
 from detdiff.errors import KernelPlanError, ProbeBackendUnusable, ProbeSiteUnknown, ScenarioRangeError
 from detdiff.probe.operation import (
     ONE_AFTER_THE_OTHER,
@@ -285,7 +285,7 @@ def sites_of(loaded: LoadedModel, on: str = "native", layout: str = "packed") ->
             yield ModelSite(name, site.name, site.kind, module, on, layout, own)
 
 
-class _Inputs:
+class _Inputs(Untouched):
     """Taps that only see how the inputs of modules lie in memory."""
 
     def __init__(self) -> None:
@@ -301,26 +301,6 @@ class _Inputs:
             known = dtype if dtype in ("float32", "float16", "bfloat16") else None
             self.found.setdefault(name, (InputLayout.of(where.shape, strides), known))
         return native(*args, **kw)
-
-    def composite(self, name: str, native: Callable[..., Any], args: Any, kw: Any) -> Any:
-        return native(*args, **kw)
-
-    def top(self, native: Callable[..., Any], args: Any, kw: Any) -> Any:
-        return native(*args, **kw)
-
-    attention = all_sum = top
-
-    def scan(self, kind: str, native: Callable[..., Any], args: Any, kw: Any) -> Any:
-        return native(*args, **kw)
-
-    def latent(self, name: str, native: Callable[..., Any], module: Module, x: Any, transpose: bool) -> Any:
-        return native(x, transpose=transpose)
-
-    def cache(self, native: Callable[..., Any], cache: Any, args: Any) -> Any:
-        return native(*args)
-
-    def gather_sort(self, native: Callable[..., Any], args: Any) -> Any:
-        return native(*args)
 
 
 def _inputs(model: Module) -> dict[str, tuple[InputLayout, str | None]]:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from detdiff_kernels import BadOperand, Call, UnsupportedFormat
 
 from .kernel_plan import (
+    TILE,
     CallSite,
     KernelPath,
     Kernels,
@@ -100,7 +101,7 @@ class SwitchCalls:
                 path = path.left_native(facts.problem)
             elif path.kernel is not None:
                 try:
-                    return self._by_expert(path.kernel, module, x, experts, lead, facts.dtype), path
+                    return self._by_expert(path, module, x, experts, lead, facts.dtype), path
                 except (UnsupportedFormat, BadOperand) as error:
                     path = path.left_native(str(error))
             return _native(path, native, x, experts, lead, in_order), path
@@ -130,7 +131,7 @@ class SwitchCalls:
 
     def _by_expert(
         self,
-        name: str,
+        path: KernelPath,
         module: Module,
         x: mx.array,
         experts: mx.array,
@@ -143,8 +144,9 @@ class SwitchCalls:
         out = np.empty((len(chosen), m, module["weight"].shape[-2]), np.float32)
         for expert in np.unique(chosen).tolist():
             mine = np.flatnonzero(chosen == expert)
-            kernel = self._kernels.linear(name, module, name_of(dtype), rows=len(mine) * m, expert=expert)
-            out[mine] = kernel(given[source[mine]].reshape(-1, width)).reshape(len(mine), m, -1)
+            rows = path.rows or len(mine) * m
+            kernel = self._kernels.linear(path.kernel or "", module, name_of(dtype), rows=rows, expert=expert)
+            out[mine] = kernel(given[source[mine]].reshape(-1, width), rows).reshape(len(mine), m, -1)
         y = mx.array(out).reshape(*lead, m, -1).astype(dtype)
         return y + mx.expand_dims(module["bias"][experts], -2) if "bias" in module else y
 
@@ -170,14 +172,23 @@ def _native(
     y: mx.array
     size = int(np.prod(lead))
     wanted = int(rest.removeprefix("pad:")) if rest.startswith("pad:") else 0
+    tile = int(rest.removeprefix(TILE)) if rest.startswith(TILE) else 1
     if family != "forced" or (wanted and size * x.shape[-2] >= wanted):
         y = native(x, experts, sorted_indices=in_order)
         return y
     rows = mx.broadcast_to(x, (*lead, *x.shape[-2:])).reshape(size, *x.shape[-2:])
     chosen = mx.broadcast_to(experts, lead).reshape(-1)
-    if rest == "rows":
-        parts = [native(rows[i : i + 1], chosen[i : i + 1], sorted_indices=in_order) for i in range(size)]
-        y = mx.concatenate(parts, axis=0)
+    if not wanted:
+        in_order = in_order and rest == "rows"
+        more = -size % tile
+        if more:
+            rows = mx.concatenate([rows, mx.zeros((more, *x.shape[-2:]), x.dtype)], axis=0)
+            chosen = mx.concatenate([chosen, mx.broadcast_to(chosen[-1:], (more,))], axis=0)
+        parts = [
+            native(rows[i : i + tile], chosen[i : i + tile], sorted_indices=in_order)
+            for i in range(0, size, tile)
+        ]
+        y = mx.concatenate(parts, axis=0)[:size]
     else:
         more = -(-wanted // x.shape[-2]) - size
         # The last row's expert keeps sorted experts sorted.

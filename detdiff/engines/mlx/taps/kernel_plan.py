@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
@@ -29,6 +29,7 @@ from detdiff_kernels import (
     profile,
 )
 from detdiff_kernels.attention import Attention
+from detdiff_kernels.staging import summed
 
 from .sites import TAPPED
 
@@ -140,9 +141,14 @@ class StagedKernel:
     kernel: Kernel
     staged: Staged
 
-    def __call__(self, x: NDArray[np.float32]) -> NDArray[np.float32]:
-        """``x`` [rows, K] times the weight: [rows, N]."""
-        return self.kernel(x, self.staged)
+    def __call__(self, x: NDArray[np.float32], rows: int | None = None) -> NDArray[np.float32]:
+        """``x`` [rows, K] times the weight: [rows, N]; ``rows``: in the order of a call of that many."""
+        if rows is None or rows == len(x):
+            return self.kernel(x, self.staged)
+        # A row's result depends on that row and the order alone, so the order of another call may run these rows.
+        out = np.empty((len(x), self.staged.n), np.float32)
+        summed(x, self.staged, self.kernel.order_for(self.staged.weight, self.staged.dtype, rows), out)
+        return out
 
 
 class Kernels:
@@ -210,7 +216,20 @@ class KernelPath:
         """The native path, with the reason why this one is not taken. Raises KernelPlanError for one that is asked for."""
         if self.asked:
             raise KernelPlanError(f"{self.rule} cannot be done: {reason} Correct the rule, or remove it.")
-        return KernelPath(NATIVE, f"{self.rule}; not taken, so native: {reason}")
+        rule = f"{self.rule}; not taken, so native: {reason}"
+        return KernelPath(NATIVE, rule) if self.rows is None else tiled(self.rows, rule)
+
+
+ROW_BY_ROW = "forced/rows"
+"""Every row, of attention every query row, as a call of its own."""
+TILE = "tile:"
+CUT = "cut:"
+KEYS = "keys"
+
+
+def tiled(rows: int, rule: str) -> KernelPath:
+    """The backend's own operation in calls of ``rows`` rows [1, rows, K], the last one filled up."""
+    return KernelPath(f"forced/{TILE}{rows}", rule, rows=rows)
 
 
 class Span(NamedTuple):
@@ -257,8 +276,8 @@ class RowComputation(NamedTuple):
 def _native_rows(path: KernelPath, rows: int) -> int:
     """How many rows the backend's own operation sees; 0 for attention, whose rows do not name a call."""
     forced = path.name.partition("/")[2]
-    if forced == "rows":
-        return 1
+    if forced == "rows" or forced.startswith(TILE):
+        return path.rows or 1
     return max(rows, int(forced.removeprefix("pad:"))) if forced else rows
 
 
@@ -288,7 +307,7 @@ class PathChooser:
     def __init__(self, plan: KernelPlan) -> None:
         self._plan = plan
         self._profile: Profile | None = _profile(plan.profile) if plan.profile else None
-        self._known: dict[tuple[CallSite | None, Call], tuple[Span, ...]] = {}
+        self._known: dict[tuple[CallSite | None, Call, bool], tuple[Span, ...]] = {}
         self.override: Override | None = None
         for rule in plan.rules:
             self._check(rule)
@@ -302,7 +321,7 @@ class PathChooser:
         path = rule.path
         if path != NATIVE and not _forced(path) and path not in kernel_names():
             raise KernelPlanError(
-                f"A rule for {rule.site!r} names the kernel path {path!r}; expected native, rows, pad:N or one of "
+                f"A rule for {rule.site!r} names the kernel path {path!r}; expected native, rows, pad:N, tile:N, cut:N, keys or one of "
                 f"{', '.join(kernel_names())}. Correct the path."
             )
 
@@ -329,28 +348,33 @@ class PathChooser:
         planned = self.planned(place, call)
         return planned if self.override is None else self.override(place, call, planned)
 
-    def planned(self, place: CallSite, call: Call) -> tuple[Span, ...]:
-        """The same by the plan alone."""
+    def planned(self, place: CallSite, call: Call, *, alone: bool = False) -> tuple[Span, ...]:
+        """The same by the plan alone; ``alone`` is a call that the path ``keys`` makes for a single row."""
         if place.columns is not None:
             place = place._replace(columns=None)
         # Without rules a site's name and the phase decide nothing, so that all layers share what is known.
-        key = (place if self._plan.rules else None, call)
+        key = (place if self._plan.rules else None, call, alone)
         found = self._known.get(key)
         if found is None:
             if len(self._known) >= _REMEMBERED:
                 self._known.clear()
-            found = self._known[key] = self._chosen(place, call)
+            found = self._known[key] = self._chosen(place, call, alone)
         return found
 
-    def _chosen(self, place: CallSite, call: Call) -> tuple[Span, ...]:
+    def _chosen(self, place: CallSite, call: Call, alone: bool) -> tuple[Span, ...]:
         for rule in self._plan.rules:
             if (
-                fnmatchcase(place.site, rule.site)
+                not (alone and rule.path == KEYS)
+                and fnmatchcase(place.site, rule.site)
                 and rule.phase in ("any", place.phase)
                 and rule.holds(call.rows * call.batch, call.second_last)
                 and _fits(rule.path, call.op)
             ):
                 text = f"rule: site {rule.site}, phase {rule.phase}, rows {rule.rows} -> {rule.path}"
+                if rule.path.startswith(TILE):
+                    return (Span(0, call.rows, self._tile(int(rule.path.removeprefix(TILE)), call, text)),)
+                if rule.path.startswith(CUT):
+                    return tuple(self._cut(int(rule.path.removeprefix(CUT)), place, call, text))
                 return (Span(0, call.rows, KernelPath(_full_name(rule.path), text, asked=True)),)
         split = self._plan.split_rows
         if self._profile is not None:
@@ -360,6 +384,29 @@ class PathChooser:
             path = KernelPath("forced/rows", f"split_rows {split}: {call.rows} rows <= {split} -> row by row")
             return (Span(0, call.rows, path),)
         return (Span(0, call.rows, KernelPath(NATIVE, "")),)
+
+    def _cut(self, rows: int, place: CallSite, call: Call, rule: str) -> Iterator[Span]:
+        whole = call.rows - call.rows % rows
+        yield from (Span(at, at + rows, self._tile(rows, call, rule)) for at in range(0, whole, rows))
+        rest = call.rows - whole
+        if rest:
+            for span in self._chosen(place, replace(call, rows=rest, second_last=rest), False):
+                yield Span(whole + span.first, whole + span.last, span.path)
+
+    def _tile(self, rows: int, call: Call, rule: str) -> KernelPath:
+        """What the plan has for a call of that many rows without its rules, for a call of any number."""
+        if self._profile is None:
+            return tiled(rows, rule)
+        second_last = call.second_last if call.op == "switch" else rows
+        parts = self._profile.parts(replace(call, rows=rows, second_last=second_last, sorted=False))
+        if len(parts) > 1:
+            raise KernelPlanError(
+                f"{rule} cannot be done: in a call of {rows} rows, {self._profile.name} computes the first "
+                f"{parts[0].last} otherwise than the others, and a tile has one path. Take tile:{parts[0].last}."
+            )
+        path = replace(_path(parts[0].choice, call.op), rows=rows)
+        path = replace(path, rule=f"{rule}, as for {rows} rows: {path.rule}")
+        return path if path.kernel is not None else tiled(rows, path.rule)
 
 
 def _profile(name: str) -> Profile:
@@ -375,24 +422,27 @@ def _path(choice: Choice, op: str) -> KernelPath:
 
 
 def _forced(path: str) -> bool:
-    return path == "rows" or path.startswith("pad:")
+    return path in ("rows", KEYS) or path.startswith(("pad:", TILE, CUT))
 
 
 def _fits(path: str, op: str) -> bool:
     if path == NATIVE:
         return True
     if _forced(path):
-        return op in BY_ROWS
+        # An expert's row cannot depend on its place among the others, which a cut would have to know.
+        return op == "attention" if path == KEYS else op in BY_ROWS[: 2 if path.startswith(CUT) else 3]
     return (kernel(path).op == "attention") == (op == "attention")
 
 
 def _expected(op: str) -> str:
     kernels = [name for name in kernel_names() if _fits(name, op)]
-    forced = "native, rows, pad:N" if op in BY_ROWS else "native"
+    forced = "native, rows, pad:N, tile:N, cut:N" if op in BY_ROWS else "native, keys"
     return f"{forced} or one of {', '.join(kernels)}" if kernels else forced
 
 
 def _full_name(path: str) -> str:
     if path == NATIVE:
         return path
+    if path == KEYS:
+        return ROW_BY_ROW
     return f"forced/{path}" if _forced(path) else f"reference/{path}"

@@ -12,11 +12,12 @@ from numpy.typing import NDArray
 
 from detdiff.scenario import KernelPlan
 from detdiff_kernels import BadOperand, Call, UnsupportedFormat, forced
-from detdiff_kernels.staging import summed
 
 from .experts import SwitchCalls
 from .forward import handle
 from .kernel_plan import (
+    ROW_BY_ROW,
+    TILE,
     CallSite,
     KernelPath,
     Kernels,
@@ -134,6 +135,8 @@ def _on_path(
     if family == "forced" and rest == "rows":
         y = forced.rows(native, x, mx)
         return y
+    if family == "forced" and rest.startswith(TILE):
+        return _tiles(native, x, int(rest.removeprefix(TILE)))
     if family == "forced":
         y = forced.padded(native, x, int(rest.removeprefix("pad:")), mx)
     else:
@@ -155,22 +158,21 @@ def _as_rows(native: Native, x: mx.array, rows: int) -> mx.array:
     return mx.concatenate(parts, axis=1).reshape(*x.shape[:-1], -1)
 
 
+def _tiles(native: Native, x: mx.array, rows: int) -> mx.array:
+    """``x`` [..., K] in calls [1, rows, K] whose rows follow each other, whatever its shape and however it lies."""
+    flat = mx.contiguous(x.reshape(1, -1, x.shape[-1]))
+    count = flat.shape[1]
+    parts = [forced.padded(native, flat[:, i : i + rows], rows, mx) for i in range(0, count, rows)]
+    whole = parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=1)
+    return whole.reshape(*x.shape[:-1], -1)
+
+
 def product(kernel: StagedKernel, x: mx.array, dtype: mx.Dtype, rows: int | None = None) -> mx.array:
     """``x`` [..., K] times a staged weight, as ``dtype`` [..., N]; ``rows``: in the order for that many rows."""
     if x.dtype != dtype:
         x = x.astype(dtype)
     flat = np.ascontiguousarray(floats(x).reshape(-1, x.shape[-1]))
-    return mx.array(_summed(kernel, flat, rows)).reshape(*x.shape[:-1], -1).astype(dtype)
-
-
-def _summed(kernel: StagedKernel, flat: NDArray[np.float32], rows: int | None) -> NDArray[np.float32]:
-    if rows is None or rows == len(flat):
-        return kernel(flat)
-    # A row's result depends on that row and the order alone, so the order of another call may run these rows.
-    out = np.empty((len(flat), kernel.staged.n), np.float32)
-    order = kernel.kernel.order_for(kernel.staged.weight, kernel.staged.dtype, rows)
-    summed(flat, kernel.staged, order, out)
-    return out
+    return mx.array(kernel(flat, rows)).reshape(*x.shape[:-1], -1).astype(dtype)
 
 
 def linear_call(op: Any, x: mx.array, facts: Operand) -> Call:
@@ -193,9 +195,6 @@ Given = dict[str, Any]
 """The arguments of a call by name."""
 
 Attended = Callable[[Given], mx.array]
-
-ROW_BY_ROW = "forced/rows"
-"""An override's path: every query row as a call of its own."""
 
 ATTENTION_NAMES = ("queries", "keys", "values", "cache", "scale", "mask", "sinks")
 
@@ -271,7 +270,7 @@ class AttentionCalls:
                 cache = self.source(given["keys"]) if cache is None else cache
                 if cache is not None and type(cache).__name__ not in _IN_ORDER:
                     alone = _sorted(alone)
-                spans = self._chooser.planned(place, attention_call(alone))
+                spans = self._chooser.planned(place, attention_call(alone), alone=True)
                 done.append(self._on_path(spans[0].path, place, attend, alone)[0])
             slots.append(mx.concatenate(done, axis=2) if rows > 1 else done[0])
         return mx.concatenate(slots, axis=0) if batch > 1 else slots[0]

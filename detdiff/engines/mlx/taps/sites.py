@@ -466,6 +466,39 @@ class Taps(Protocol):
     ) -> Any: ...
 
 
+class Untouched:
+    """Taps that leave every call as it is, for those that only look at some."""
+
+    def leaf(
+        self, name: str, kind: str, native: Callable[..., Any], module: Module, args: Any, kw: Any
+    ) -> Any:
+        return native(*args, **kw)
+
+    def composite(self, name: str, native: Callable[..., Any], args: Any, kw: Any) -> Any:
+        return native(*args, **kw)
+
+    def top(self, native: Callable[..., Any], args: Any, kw: Any) -> Any:
+        return native(*args, **kw)
+
+    def attention(self, native: Callable[..., Any], args: Any, kw: Any) -> Any:
+        return native(*args, **kw)
+
+    def cache(self, native: partial[Any], cache: Any, args: Any) -> Any:
+        return native(*args)
+
+    def gather_sort(self, native: Callable[..., Any], args: Any) -> Any:
+        return native(*args)
+
+    def scan(self, kind: str, native: Callable[..., Any], args: Any, kw: Any) -> Any:
+        return native(*args, **kw)
+
+    def latent(self, name: str, native: Callable[..., Any], module: Module, x: Any, transpose: bool) -> Any:
+        return native(x, transpose=transpose)
+
+    def all_sum(self, native: Callable[..., Any], args: Any, kw: Any) -> Any:
+        return native(*args, **kw)
+
+
 def _swap(stack: contextlib.ExitStack, module: Module, methods: dict[str, Callable[..., Any]]) -> None:
     original = type(module)
     # The subclass keeps the name: models and quantisers look at class names.
@@ -606,6 +639,21 @@ def _tap_cache(stack: contextlib.ExitStack, taps: Taps, cls: Any) -> None:
         return taps.cache(partial(native, self), self, (keys, values))
 
     _set(stack, cls, "update_and_fetch", update_and_fetch)
+
+
+@contextlib.contextmanager
+def tapped_calls(
+    model: Module, taps: Taps, wanted: Callable[[str, str], bool], *, attention: bool
+) -> Iterator[None]:
+    """Taps on leaf modules whose (site name, kind) is ``wanted``, and on attention: what a plan pins outside recordings."""
+    with contextlib.ExitStack() as stack:
+        for name, module, kind in list(walk(model)):
+            if kind != "composite" and wanted(name, kind):
+                _tap_module(stack, taps, name, module, kind)
+        for owner in model_modules(model) if attention else ():
+            if "scaled_dot_product_attention" in vars(owner):
+                _tap_attention(stack, taps, owner)
+        yield
 
 
 @contextlib.contextmanager

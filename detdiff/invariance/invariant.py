@@ -1,0 +1,259 @@
+"""``detdiff.invariant``: a model whose rows depend on nothing but themselves while a block lasts, and what that took."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from detdiff.engines.base import INVARIANCE, Engine, PinsKernels
+from detdiff.engines.registry import as_engine, find_factory
+from detdiff.errors import EngineUnusable, NotInvariant
+from detdiff.probe.run import Probe, probe
+from detdiff.scenario import KernelPlan
+
+from .compositions import CheckedCompositions, check
+from .pinning import Pinnable, SiteGroup, SitePolicy
+from .policies import AUTO, DECODE, NATIVE, SIZES, RowPolicy, agreeing, cheapest, named, size_of
+
+COMPOSITIONS = 12
+SEEDS = 2
+ROUNDS = 9
+_ARRANGED = 3  # seeds of arrangements that attention and experts are tried with
+_PROBED: dict[tuple[Any, ...], Any] = {}
+"""What was probed in this process, by all that decides it."""
+
+OnStep = Callable[[str, int, int], None]
+"""``on_step(what, done, total)``."""
+
+
+@dataclass(frozen=True)
+class StepPrice:
+    """A decode step of ``batch`` requests: its time pinned over that of the model as it is, in the same round; median and quartiles
+    of ``rounds``, and the median seconds of both."""
+
+    batch: int
+    ratio: float
+    low: float
+    high: float
+    rounds: int
+    native: float
+    pinned: float
+
+
+@dataclass(frozen=True)
+class PinnedGroup:
+    """What serves a group of sites. ``sizes`` says, of rows, which sizes of a call gave the same bits, a set each."""
+
+    group: SiteGroup
+    policy: SitePolicy
+    sizes: tuple[frozenset[int], ...] = ()
+
+    def __str__(self) -> str:
+        text = f"{self.group}: {self.policy}"
+        if len(self.sizes) < 2:
+            return text
+        return f"{text}; calls of {'; of '.join(_ranges(each) for each in self.sizes)} rows agree among themselves"
+
+
+@dataclass(frozen=True)
+class InvariantModel:
+    """What was pinned and how it was found out. ``plan`` says the same as a scenario's kernel plan, where the engine takes one;
+    ``price`` has an entry a batch, or is empty, and ``not_priced`` says why."""
+
+    pinned: tuple[PinnedGroup, ...]
+    checked: CheckedCompositions | None
+    price: tuple[StepPrice, ...]
+    not_priced: str
+    plan: KernelPlan | None
+    notes: tuple[str, ...] = field(default=())
+
+    def __str__(self) -> str:
+        lines = [str(each) for each in self.pinned]
+        if self.checked is None:
+            lines.append("not checked: no composition was asked for")
+        else:
+            lines.append(
+                f"checked: {self.checked.count} random compositions of {self.checked.requests} requests, {self.checked.values:,} digests, "
+                "none differs"
+            )
+        lines += [
+            f"price of a decode step at batch {each.batch}: {each.ratio:.2f} of native ({each.low:.2f} to {each.high:.2f}, "
+            f"{each.rounds} rounds; {1e3 * each.native:.2f} ms -> {1e3 * each.pinned:.2f} ms)"
+            for each in self.price
+        ]
+        if self.not_priced:
+            lines.append(f"price: not measured, {self.not_priced}")
+        return "\n".join([*lines, *self.notes])
+
+
+@contextmanager
+def invariant(
+    model: Any,
+    policy: str = AUTO,
+    *,
+    kernels: str = NATIVE,
+    compositions: int = COMPOSITIONS,
+    price: Sequence[int] = DECODE,
+    seed: int = 0,
+    on_step: OnStep | None = None,
+) -> Iterator[InvariantModel]:
+    """While the block lasts, every row of ``model`` has the bits that it has alone, whoever it is batched with.
+
+    ``model`` is an mlx-lm model or the pair that ``mlx_lm.load`` gives, a causal language model of transformers, or an opened
+    engine. ``policy`` is auto (the cheapest that holds here), rows, pad:N, tile:N or split_rows:N; ``kernels`` a dispatch profile whose
+    kernels run instead of the model's own. ``compositions`` random ones must agree bit for bit before the block begins; ``price`` are
+    the batches whose decode step is timed beside the model as it is. Everything is undone at the block's end.
+
+    Raises NotInvariant where nothing holds, or a composition differs: it names the composition, the site and the row; PolicyUnusable for
+    a policy that is none, EngineUnusable for a model that cannot be pinned.
+    """
+    size_of(policy)
+    engine = _engine(model)
+    pinning = cast(PinsKernels, engine).pinning(KernelPlan(profile=kernels))
+    found = find_pins(pinning, policy, seed, on_step)
+    pins = {each.group: each.policy for each in found}
+    with pinning.pinned(pins):
+        checked = None
+        if compositions:
+            checked = check(engine, compositions, seed, _step(on_step, "compositions"))
+    times = () if pinning.priced else tuple(_priced(pinning, pins, price, _step(on_step, "price")))
+    not_priced = pinning.priced or ("" if times else "no batch was asked for")
+    result = InvariantModel(found, checked, times, not_priced, pinning.plan(pins), tuple(pinning.notes))
+    with pinning.pinned(pins):
+        yield result
+
+
+def find_pins(
+    pinning: Pinnable, policy: str = AUTO, seed: int = 0, on_step: OnStep | None = None
+) -> tuple[PinnedGroup, ...]:
+    """For each group of sites the policy that serves it. Raises NotInvariant."""
+    found = []
+    groups = pinning.groups
+    for number, group in enumerate(groups):
+        chosen = (
+            _by_rows(pinning, group, policy) if group.by_rows else _arranged(pinning, group, policy, seed)
+        )
+        found.append(chosen)
+        if on_step is not None:
+            on_step("sites", number + 1, len(groups))
+    return tuple(found)
+
+
+def _by_rows(pinning: Pinnable, group: SiteGroup, policy: str) -> PinnedGroup:
+    wanted = pinning.sizes(group, sorted({*SIZES, size_of(policy)}))
+    probes = [_probed(target, wanted) for target in pinning.targets(group)]
+    sets = agreeing(probes[0])
+    whole = all(len(each.classes) == 1 and each.invariant for each in probes)
+    if policy == AUTO:
+        seconds = None
+        if len(sets) > 1 and not pinning.priced:
+            timed = _timed(pinning.targets(group)[0], wanted)
+            seconds = {size: timed[size] for size in wanted}
+        chosen = cheapest(sets, seconds)
+        if chosen is None:
+            raise NotInvariant(
+                f"No policy makes a row's bits depend on the row alone at {group}: in a call of one row, a repeat differs already. Expected "
+                "one size of a call whose rows are alike at every place. Look at it with detdiff probe."
+            )
+    else:
+        chosen = named(policy, wanted)
+    home = next((each for each in sets if chosen.sizes <= each), None)
+    if home is None:
+        raise NotInvariant(
+            f"The policy {policy} does not make a row's bits depend on the row alone at {group}: it makes calls of "
+            f"{_ranges(chosen.sizes)} rows, and those that agree are {'; '.join(_ranges(each) for each in sets) or 'none'}. "
+            "Take auto, or a policy with calls of one such set."
+        )
+    as_it_comes = whole and str(chosen) == NATIVE
+    return PinnedGroup(
+        group, RowPolicy(chosen.tiles, chosen.large, as_it_comes), tuple(sets) if len(sets) > 1 else ()
+    )
+
+
+def _arranged(pinning: Pinnable, group: SiteGroup, policy: str, seed: int) -> PinnedGroup:
+    """Attention and experts follow no policy for rows but ``rows``: the first path that holds in drawn arrangements."""
+    paths = pinning.paths(group)
+    if policy == "rows":
+        paths = paths[-1:]
+    reasons = []
+    for path in paths:
+        wrong = next(
+            (w for s in range(_ARRANGED) if (w := pinning.first_difference(group, path, seed + s))), ""
+        )
+        if not wrong:
+            return PinnedGroup(group, path)
+        reasons.append(f"{path}: {wrong}")
+    raise NotInvariant(
+        f"No policy makes a row's bits depend on the row alone at {group}: {'; '.join(reasons)}. Expected rows that are the same alone and "
+        "together on one of these paths. Serve requests one at a time, or take another attention."
+    )
+
+
+def _probed(target: Any, sizes: Sequence[int]) -> Probe:
+    key = (type(target), target.on, target.key, tuple(sizes)) if hasattr(target, "key") else None
+    found = None if key is None else _PROBED.get(key)
+    if found is None:
+        found = probe(target, rows=sizes, seeds=SEEDS, timed=False)
+        if key is not None:
+            _PROBED[key] = found
+    made: Probe = found
+    return made
+
+
+def _timed(target: Any, sizes: Sequence[int]) -> Mapping[int, float]:
+    from detdiff.probe.measures import measure
+    from detdiff.probe.sweep import RowContent
+
+    operation = target.operation(0)
+    content = RowContent.of_seed(0, max(sizes), operation)
+    return {each.rows: each.seconds for each in measure(operation, content, sizes, budget=0.3)}
+
+
+def _priced(
+    pinning: Pinnable, pins: Mapping[SiteGroup, SitePolicy], batches: Sequence[int], on_batch: Any
+) -> Iterator[StepPrice]:
+    for number, batch in enumerate(batches):
+        rounds = pinning.step_seconds(batch, ROUNDS, pins)
+        ratios = [pinned / native for native, pinned in rounds]
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        native, held = (statistics.median(each) for each in zip(*rounds, strict=True))
+        yield StepPrice(batch, middle, low, high, len(rounds), native, held)
+        if on_batch is not None:
+            on_batch(number + 1, len(batches))
+
+
+def _step(on_step: OnStep | None, what: str) -> Callable[[int, int], None] | None:
+    return None if on_step is None else lambda done, total: on_step(what, done, total)
+
+
+def _engine(model: Any) -> Engine:
+    """Raises EngineUnusable for what cannot be pinned."""
+    kinds = {each.__module__ for each in type(model).__mro__}
+    pair = isinstance(model, tuple | list) and len(model) in (2, 3)
+    found: Any
+    if pair or "mlx.nn.layers.base" in kinds or type(model).__name__ == "LoadedModel":
+        found = find_factory("detdiff.engines.mlx.engine:engine_of_objects")(model, without_tokenizer=True)
+    else:
+        found = as_engine(model)
+    if found is None or isinstance(found, str) or INVARIANCE not in found.capabilities:
+        what = found if isinstance(found, str) else f"a {type(model).__name__}"
+        raise EngineUnusable(
+            f"The kernels of {what} cannot be pinned; expected an mlx-lm model, the pair that mlx_lm.load gives, or a causal language "
+            "model of transformers. Give one of them."
+        )
+    engine: Engine = found
+    return engine
+
+
+def _ranges(sizes: frozenset[int]) -> str:
+    """``1..8, 16`` of a set of numbers."""
+    parts: list[list[int]] = []
+    for size in sorted(sizes):
+        if parts and size == parts[-1][-1] + 1:
+            parts[-1][1:] = [size]
+        else:
+            parts.append([size])
+    return ", ".join("..".join(map(str, each)) for each in parts)

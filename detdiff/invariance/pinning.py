@@ -1,0 +1,73 @@
+"""What an engine that can pin its model gives: groups of sites that are computed alike, and the model with them pinned."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from detdiff.probe.operation import ProbeTarget
+from detdiff.scenario import KernelPlan
+
+from .policies import RowPolicy
+
+KEYS = "keys"
+"""Attention: each row as a call of its own over the keys that it sees. Elsewhere the words are those of `policies`."""
+
+SitePolicy = RowPolicy | str
+"""Of rows a `RowPolicy`; of attention and experts a path: native, keys, rows, tile:N."""
+Pins = Mapping["SiteGroup", SitePolicy]
+
+
+@dataclass(frozen=True)
+class SiteGroup:
+    """Sites of one ``kind`` (linear, head, switch, attention) and shape, which one policy serves."""
+
+    kind: str
+    shape: str
+    sites: tuple[str, ...]
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether its calls are rows of equals, which a probe can sweep."""
+        return self.kind in ("linear", "head")
+
+    def __str__(self) -> str:
+        more = len(self.sites) - 1
+        return f"{self.kind} {self.shape} ({self.sites[0]}{f' and {more:,} more' if more else ''})"
+
+
+class Pinnable(Protocol):
+    """A model whose kernels can be pinned. ``notes`` are sentences about what this engine's pins depend on."""
+
+    @property
+    def groups(self) -> Sequence[SiteGroup]: ...
+
+    @property
+    def notes(self) -> Sequence[str]: ...
+
+    @property
+    def priced(self) -> str:
+        """Why times here say nothing of the price; empty where they do."""
+
+    def targets(self, group: SiteGroup) -> Sequence[ProbeTarget]:
+        """Of a group by rows: what to probe, the first one with calls as policies make them, the others as the model makes them."""
+
+    def sizes(self, group: SiteGroup, sizes: Sequence[int]) -> Sequence[int]:
+        """Of these numbers of rows those that are small enough to probe."""
+
+    def paths(self, group: SiteGroup) -> Sequence[str]:
+        """The paths of a group not by rows, cheapest first."""
+
+    def first_difference(self, group: SiteGroup, path: str, seed: int) -> str:
+        """In which arrangement of drawn rows a row came out otherwise than alone, in words; empty where none did."""
+
+    def plan(self, pins: Pins) -> KernelPlan | None:
+        """The kernel plan that says the same in a scenario; None where the engine takes none."""
+
+    def pinned(self, pins: Pins) -> AbstractContextManager[Any]:
+        """The model under these pins while the block lasts."""
+
+    def step_seconds(self, batch: int, rounds: int, pins: Pins) -> Sequence[tuple[float, float]]:
+        """Of each round: the seconds of a decode step of ``batch`` requests as the model is, and under the pins."""
