@@ -54,7 +54,7 @@ def check(
                     engine=engine, options=_QUIET,
                 )  # fmt: skip
                 requests += len(drawn)
-            keys = _composition(engine, draw, layouts)
+            keys = _composition(engine, draw, layouts[number % len(layouts)], number // len(layouts))
             arriving = [
                 {**each, "arrival": draw.randrange(5)} if keys["schedule"] == "continuous" else each
                 for each in drawn
@@ -85,16 +85,17 @@ def _requests(engine: Engine, draw: random.Random) -> list[dict[str, Any]]:
         {
             "id": f"r{number}",
             "tokens": [draw.randrange(vocabulary) for _ in range(draw.randint(1, _LONGEST))],
-            "max_tokens": draw.randint(2, 5),
+            "max_tokens": draw.randint(3, 6),
             "ignore_stop": True,
         }
         for number in range(draw.randint(2, 5))
     ]
 
 
-def _composition(engine: Engine, draw: random.Random, layouts: list[str]) -> dict[str, Any]:
-    kinds = [kind for kind in (STATIC, CONTINUOUS) if kind in engine.capabilities]
-    keys: dict[str, Any] = {"schedule": draw.choice(kinds), "layout": draw.choice(layouts)}
+def _composition(engine: Engine, draw: random.Random, layout: str, turn: int) -> dict[str, Any]:
+    """Layouts and schedules take turns, so that a few compositions have all of them."""
+    kinds = [kind for kind in (CONTINUOUS, STATIC) if kind in engine.capabilities]
+    keys: dict[str, Any] = {"schedule": kinds[turn % len(kinds)], "layout": layout}
     if PREFILL_CHUNK in engine.capabilities:
         keys["prefill_chunk"] = draw.choice((3, 8, 2048))
     if draw.random() < 0.5:

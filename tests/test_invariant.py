@@ -1,0 +1,220 @@
+"""`detdiff.invariant` on mlx models: what it pins holds in random compositions, injected faults are found, all is undone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from tiers import FULL, only_in_full, some_now
+from tiny import VOCAB, tiny
+
+import detdiff
+from detdiff.engines.mlx.model import LoadedModel
+from detdiff.errors import EngineUnusable, NotInvariant, PolicyUnusable
+from detdiff.invariance.policies import EACH, SIZES, RowPolicy, cheapest, named
+from detdiff.scenario import KernelPlan
+
+PROFILES = ("candle-metal", "mlx-metal", "ggml-cuda", "flash-split-kv")
+CASES = [
+    (arch, fmt, profile)
+    for arch, fmt in (("llama", "q4"), ("qwen3_moe", "f32"), ("gemma3_text", "bf16"))
+    for profile in PROFILES
+]
+COMPOSITIONS = 200 if FULL else 6
+# Six compositions of these two have no origin of their own: what could show it is not packed without pins.
+DIFFERING = [
+    case
+    for case in CASES
+    if case not in (("llama", "q4", "candle-metal"), ("gemma3_text", "bf16", "flash-split-kv"))
+]
+
+
+def held(model: Any, **settings: Any) -> Any:
+    """What is pinned of a model, without a price."""
+    with detdiff.invariant(model, **{"price": (), "compositions": COMPOSITIONS, **settings}) as found:
+        return found
+
+
+@pytest.mark.parametrize("name", ["rows", "pad:2", "pad:16", "tile:8", "tile:3", "split_rows:4", "native"])
+def test_a_policy_makes_the_calls_that_its_rules_make(name: str) -> None:
+    policy = named(name, SIZES)
+    assert str(policy) == (name if name != "pad:16" else "tile:16")
+    plan = KernelPlan(rules=tuple(policy.rules("*")))
+    for rows in (*range(1, 34), 63, 64, 65, 100):
+        calls = list(policy.calls(rows))
+        assert sum(taken for taken, _ in calls) == rows
+        assert {size for _, size in calls} <= policy.sizes
+        rule = next(each for each in plan.rules if each.holds(rows))
+        kind, _, size = rule.path.partition(":")
+        assert int(size) == calls[0][1] and kind == ("cut" if rows >= EACH and policy.large else "tile")
+
+
+def test_the_cheapest_policy_leaves_out_what_does_not_agree() -> None:
+    whole = frozenset(SIZES)
+    assert str(cheapest([whole], None)) == "native"
+    assert str(cheapest([frozenset({1}), whole - {1}], None)) == "pad:2"
+    assert str(cheapest([frozenset({1})], None)) == "rows"
+    # Row by row costs no more than SAME times what is cheapest: then a row is as it is alone.
+    assert str(cheapest([frozenset({1}), whole - {1}], {size: 0.1 * size for size in SIZES})) == "rows"
+    gap = cheapest([whole - {13}], None)
+    assert gap is not None and gap.tiles[12] == 14 and 13 not in gap.sizes
+    assert cheapest([], None) is None
+
+
+@pytest.mark.parametrize("name", ["fast", "pad:", "pad:0", "tile:9999", ""])
+def test_a_policy_that_is_none_is_refused(name: str) -> None:
+    with pytest.raises(PolicyUnusable, match="expected auto"):
+        held(tiny("llama"), policy=name)
+
+
+def test_what_is_no_model_is_refused() -> None:
+    with pytest.raises(EngineUnusable, match="cannot be pinned"):
+        held(object())
+
+
+@pytest.mark.parametrize(("arch", "fmt", "profile"), some_now(CASES, 0, 5))
+def test_compositions_under_profiles(arch: str, fmt: str, profile: str) -> None:
+    found = held(tiny(arch, fmt), kernels=profile)
+    assert found.checked.count == COMPOSITIONS and found.checked.values > 1000
+    assert found.plan.profile == profile and found.plan.rules
+    assert found.price == () and "emulated" in found.not_priced
+
+
+@pytest.mark.parametrize(("arch", "fmt", "profile"), some_now(DIFFERING, 0))
+def test_without_pins_the_same_compositions_differ(arch: str, fmt: str, profile: str) -> None:
+    from detdiff.engines.mlx.engine import MlxEngine
+    from detdiff.invariance.compositions import check
+
+    engine = MlxEngine(tiny(arch, fmt))
+    with (
+        engine.pinning(KernelPlan(profile=profile)).pinned({}),
+        pytest.raises(
+            NotInvariant, match=r"in composition \d+ of seed 0 .*: first at site [\w.]+, request r\d"
+        ),
+    ):
+        check(engine, 6, 0)
+
+
+@pytest.mark.parametrize("arch", some_now(["llama", "gemma3_text", "qwen3_moe"], 0))
+def test_native_mlx_is_priced_and_printed(arch: str) -> None:
+    with detdiff.invariant(tiny(arch).model, price=(1, 4), compositions=2) as found:
+        assert [each.batch for each in found.price] == [1, 4] and found.not_priced == ""
+        assert all(each.low <= each.ratio <= each.high for each in found.price)
+        text = str(found)
+    assert "price of a decode step at batch 4" in text and "2 random compositions" in text
+
+
+class Mixing(nn.RMSNorm):
+    """A norm over all rows of a call."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return super().__call__(x) * (1 + x.mean() * 1e-3)
+
+
+class OddRows(nn.RMSNorm):
+    """A norm whose bits are others in a call of 13 rows."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        y = super().__call__(x)
+        return y * (1 + 2**-20) if x.size // x.shape[-1] == 13 else y
+
+
+class ThirdRow(nn.RMSNorm):
+    """A norm that computes the third row of a call otherwise."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        y = super().__call__(x).reshape(1, -1, x.shape[-1])
+        moved = mx.arange(y.shape[1])[None, :, None] == 2
+        return mx.where(moved, y * (1 + 2**-20), y).reshape(x.shape)
+
+
+def with_norm(kind: type) -> LoadedModel:
+    loaded = tiny("llama", seed=7)
+    loaded.model.layers[1].post_attention_layernorm.__class__ = kind
+    return replace(loaded, staged={}, apart=set())
+
+
+@pytest.mark.parametrize("kind", [Mixing, OddRows, ThirdRow])
+def test_what_no_policy_reaches_is_found_and_named(kind: type) -> None:
+    with pytest.raises(NotInvariant) as refused:
+        held(with_norm(kind), compositions=40)
+    assert "first at site layers.1.post_attention_layernorm, request r" in str(refused.value)
+    assert "schedule=" in str(refused.value) and "tokens" in str(refused.value)
+
+
+class OddLinear(nn.Linear):
+    """A linear layer whose bits are others in a call of 13 rows, and from three rows on at the third."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        y = super().__call__(x)
+        rows = x.size // x.shape[-1]
+        if rows == 13:
+            return y * (1 + 2**-20)
+        flat = y.reshape(1, -1, y.shape[-1])
+        moved = mx.arange(rows)[None, :, None] == 2
+        return mx.where(moved, flat * (1 + 2**-20), flat).reshape(y.shape) if rows < 5 else y
+
+
+def test_a_kernel_with_odd_numbers_of_rows_is_gone_around() -> None:
+    """The same kind of fault where a policy reaches it: the sizes that agree leave 3, 4 and 13 out."""
+    loaded = tiny("llama", seed=8)
+    loaded.model.layers[0].mlp.down_proj.__class__ = OddLinear
+    found = held(loaded, compositions=8)
+    (odd,) = [each for each in found.pinned if "layers.0.mlp.down_proj" in each.group.sites]
+    assert odd.sizes and not {3, 4, 13} & set(odd.policy.sizes)
+    with pytest.raises(NotInvariant, match=r"pad:2 does not make .*layers\.0\.mlp\.down_proj"):
+        held(loaded, policy="pad:2")
+    assert str(held(loaded, policy="rows").pinned[0].policy) == "rows"
+
+
+def test_everything_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mlx_lm.models import llama
+
+    loaded = tiny("llama", "q4")
+    classes = [type(module) for module in loaded.model.modules()]
+    attention = llama.scaled_dot_product_attention
+    x = mx.array([[1, 2, 3]])
+    before = np.array(loaded.model(x))
+    with (
+        pytest.raises(ZeroDivisionError),
+        detdiff.invariant(loaded.model, "rows", price=(), compositions=0),
+        detdiff.invariant(loaded.model, kernels="mlx-metal", price=(), compositions=0) as inner,
+    ):
+        assert "not checked" in str(inner)
+        assert not np.array_equal(np.array(loaded.model(x)), before)
+        raise ZeroDivisionError
+    assert [type(module) for module in loaded.model.modules()] == classes
+    assert llama.scaled_dot_product_attention is attention
+    assert np.array_equal(np.array(loaded.model(x)), before)
+
+
+@pytest.mark.parametrize(
+    "fmt", [pytest.param("bf16", marks=only_in_full("mlx-lm's own batches under a profile")), "q4"]
+)
+def test_mlx_lm_itself_batches_without_a_differing_bit(fmt: str) -> None:
+    """Outside of any recording: one forward of rows, in a batch with padding and one by one."""
+    from mlx_lm.models.cache import BatchKVCache, make_prompt_cache
+
+    loaded = tiny("llama", fmt)
+    draw = np.random.default_rng(3)
+    prompts = [draw.integers(0, VOCAB, n).tolist() for n in (9, 4, 7)]
+    with detdiff.invariant(loaded.model, kernels="mlx-metal", price=(), compositions=0):
+        longest = max(map(len, prompts))
+        batch = mx.array([[0] * (longest - len(p)) + p for p in prompts])
+        caches = [BatchKVCache([longest - len(p) for p in prompts]) for _ in loaded.model.layers]
+        together = np.array(loaded.model(batch, cache=caches)[:, -1].astype(mx.float32))
+        for slot, prompt in enumerate(prompts):
+            cache = make_prompt_cache(loaded.model)
+            for token in prompt:
+                alone = loaded.model(mx.array([[token]]), cache=cache)
+            assert np.array_equal(np.array(alone[0, -1].astype(mx.float32)), together[slot])
+
+
+def test_a_policy_of_its_own_shape() -> None:
+    policy = RowPolicy((1, 2, 4, 4), (64, 32))
+    assert str(policy) == "1..2 native, 3 tile:4, 4 native"
+    assert list(policy.calls(70)) == [(64, 64), (4, 4), (2, 2)]
