@@ -111,6 +111,11 @@ BENCHMARKS = (
         lambda row: row["off by"] <= 3,
     ),
     Benchmark(
+        "invariant",
+        "a pinned decode step at most 1.3 of the model as it is",
+        lambda row: row["price"] <= 1.3,
+    ),
+    Benchmark(
         "client",
         "asked at most 2 % of a core at 1,000 tokens a second, which is 20 us a token",
         lambda row: row["of a core at 1,000 tokens/s, %"] <= 2,

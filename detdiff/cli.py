@@ -704,6 +704,11 @@ def show(trace: Place, forwards: bool, sites: bool, partial: bool, as_json: bool
     show_default=True,
     help="How long running requests may go on once the server is told to end.",
 )
+@click.option(
+    "--invariant",
+    is_flag=True,
+    help="Pin kernels first, so that no answer depends on who else is served: found, checked and priced here.",
+)
 @import_option
 def serve(
     model: str,
@@ -731,7 +736,7 @@ def serve(
         click.echo(f"{name} is served at {address}/v1")
         sys.stdout.flush()
 
-    click.echo(served(ServeArguments(model=model, flags=_words(changes), **options), on_start))
+    click.echo(served(ServeArguments(model=model, flags=_words(changes), **options), on_start, click.echo))
 
 
 @main.command()

@@ -226,7 +226,7 @@ class KernelPlanError(DetdiffError):
     """A kernel plan names an unknown path or profile, or one that a site cannot take."""
 
 
-class NotInvariant(DetdiffError):
+class KernelsNotPinned(DetdiffError):
     """No policy, or not the one that was asked for, makes a model's rows depend on nothing but themselves here."""
 
 

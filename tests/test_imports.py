@@ -65,7 +65,7 @@ from detdiff.explain import explain as function
 assert explain is function is detdiff.explain and callable(explain)
 print(*sorted(name for name in detdiff.__all__ if callable(getattr(detdiff, name))))
 """
-    assert python(program) == "Divergence Scenario Trace Verdict compare explain record"
+    assert python(program) == "Divergence Scenario Trace Verdict compare explain invariant record"
 
 
 def test_a_name_that_is_not_public_is_an_attribute_error() -> None:

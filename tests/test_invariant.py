@@ -14,7 +14,7 @@ from tiny import VOCAB, tiny
 
 import detdiff
 from detdiff.engines.mlx.model import LoadedModel
-from detdiff.errors import EngineUnusable, NotInvariant, PolicyUnusable
+from detdiff.errors import EngineUnusable, KernelsNotPinned, PolicyUnusable
 from detdiff.invariance.policies import EACH, SIZES, RowPolicy, cheapest, named
 from detdiff.scenario import KernelPlan
 
@@ -93,7 +93,7 @@ def test_without_pins_the_same_compositions_differ(arch: str, fmt: str, profile:
     with (
         engine.pinning(KernelPlan(profile=profile)).pinned({}),
         pytest.raises(
-            NotInvariant, match=r"in composition \d+ of seed 0 .*: first at site [\w.]+, request r\d"
+            KernelsNotPinned, match=r"in composition \d+ of seed 0 .*: first at site [\w.]+, request r\d"
         ),
     ):
         check(engine, 6, 0)
@@ -140,7 +140,7 @@ def with_norm(kind: type) -> LoadedModel:
 
 @pytest.mark.parametrize("kind", [Mixing, OddRows, ThirdRow])
 def test_what_no_policy_reaches_is_found_and_named(kind: type) -> None:
-    with pytest.raises(NotInvariant) as refused:
+    with pytest.raises(KernelsNotPinned) as refused:
         held(with_norm(kind), compositions=40)
     assert "first at site layers.1.post_attention_layernorm, request r" in str(refused.value)
     assert "schedule=" in str(refused.value) and "tokens" in str(refused.value)
@@ -166,7 +166,7 @@ def test_a_kernel_with_odd_numbers_of_rows_is_gone_around() -> None:
     found = held(loaded, compositions=8)
     (odd,) = [each for each in found.pinned if "layers.0.mlp.down_proj" in each.group.sites]
     assert odd.sizes and not {3, 4, 13} & set(odd.policy.sizes)
-    with pytest.raises(NotInvariant, match=r"pad:2 does not make .*layers\.0\.mlp\.down_proj"):
+    with pytest.raises(KernelsNotPinned, match=r"pad:2 does not make .*layers\.0\.mlp\.down_proj"):
         held(loaded, policy="pad:2")
     assert str(held(loaded, policy="rows").pinned[0].policy) == "rows"
 

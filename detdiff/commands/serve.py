@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 from detdiff.commands.start import settled, wait_for_use
 from detdiff.engines.registry import DEFAULT, open_engine
 from detdiff.errors import DetdiffError, ScenarioConflict, ServeFailed
+from detdiff.invariance.invariant import pinned_scenario
+from detdiff.invariance.policies import DECODE
 from detdiff.scenario import Scenario, located, parse_flags
 from detdiff.scenario.keys import FLAG_KEYS, RUN_KEYS
 from detdiff.trace import Place, Trace
@@ -32,6 +34,7 @@ class ServeArguments:
     queue: int
     body_limit: int
     grace: float
+    invariant: bool = False
 
 
 def serve_scenario(model: str, flags: str) -> Scenario:
@@ -54,8 +57,13 @@ def serve_scenario(model: str, flags: str) -> Scenario:
     return Scenario.from_flags(model, ["the first request"], flags)
 
 
-def served(asked: ServeArguments, on_start: Callable[[str, str], None]) -> str:
-    """Serve until a signal; what there is to say in the end. ``on_start(address, model)`` is called before the first request.
+def served(
+    asked: ServeArguments,
+    on_start: Callable[[str, str], None],
+    on_pinned: Callable[[str], None] = lambda _: None,
+) -> str:
+    """Serve until a signal; what there is to say in the end. ``on_start(address, model)`` is called before the first request,
+    ``on_pinned`` with what was pinned, where that is asked for.
 
     Raises ServeFailed without the server's libraries, and what opening the model and the address and running raise.
     """
@@ -74,6 +82,9 @@ def served(asked: ServeArguments, on_start: Callable[[str, str], None]) -> str:
         wait_for_use("torch")
     engine = open_engine(scenario)
     settled()
+    if asked.invariant:
+        scenario, found = pinned_scenario(engine, scenario, price=DECODE)
+        on_pinned(str(found))
     bounds = ServerBounds(asked.body_limit, asked.queue, parse_flags(asked.flags).get("max_tokens"))
     options = ServeOptions(asked.host, asked.port, bounds, asked.trace, asked.grace)
     server = RunningServer(engine, scenario, options)

@@ -23,9 +23,6 @@ from detdiff.errors import EngineRefuses
 from detdiff.scenario import CachePlan, KernelPlan, Request, Scenario, Schedule
 from detdiff.trace import PHASES, Rows, TraceWriter, Value, digest_rows
 
-if TYPE_CHECKING:
-    from detdiff.invariance.pinning import Pinnable
-
 # What a trace of the engine holds.
 TOKENS: Final = "tokens"
 LOGITS: Final = "logits"
@@ -88,13 +85,6 @@ if TYPE_CHECKING:
 
 Progress = Callable[[int, int], None]  # tokens generated so far, tokens at most
 Begin = Callable[[Mapping[str, Any]], TraceWriter]
-
-
-class PinsKernels(Protocol):
-    """What an engine with the capability ``invariance`` has."""
-
-    def pinning(self, kernels: KernelPlan) -> Pinnable:
-        """Its model, whose kernels can be pinned; ``kernels`` is what runs it otherwise."""
 
 
 OnTimedToken = Callable[[int, int], None]

@@ -12,7 +12,7 @@ from typing import Any
 from detdiff.compare import compare
 from detdiff.engines.base import CONTINUOUS, PACKED, PREFILL_CHUNK, STATIC, Engine, RunOptions
 from detdiff.engines.record import record
-from detdiff.errors import LayoutError, NotInvariant
+from detdiff.errors import KernelsNotPinned, LayoutError
 from detdiff.scenario import Scenario
 from detdiff.trace import Trace
 
@@ -39,7 +39,7 @@ def check(
 ) -> CheckedCompositions:
     """Record ``count`` drawn compositions and the same requests alone, and compare every site, cache entry and logit.
 
-    Raises NotInvariant with the composition, the site and the row at the first that differs.
+    Raises KernelsNotPinned with the composition, the site and the row at the first that differs.
     """
     layouts = ["padded", *(["packed"] if PACKED in engine.capabilities else [])]
     requests = values = 0
@@ -111,7 +111,7 @@ def _scenario(engine: Engine, requests: list[dict[str, Any]], keys: dict[str, An
 def _compared(
     alone: Trace, together: Trace, which: str, requests: list[dict[str, Any]], keys: dict[str, Any]
 ) -> int:
-    """How many digests were compared. Raises NotInvariant."""
+    """How many digests were compared. Raises KernelsNotPinned."""
     found = compare(alone, together)
     if found.identical:
         return found.compared.digests
@@ -128,7 +128,7 @@ def _compared(
         place = f"site {first.origin.site}, request {first.id}, position {first.origin.position}"
     elif first is not None:
         place = f"request {first.id}, at the stage {first.stage}"
-    raise NotInvariant(
+    raise KernelsNotPinned(
         f"A row's bits depended on other rows in {which} ({said}; {each}): first at {place}. Expected every bit of each request alone. "
         "What is pinned are linear layers, experts and attention that mlx-lm or transformers calls by its own function; what mixes rows there is not. "
         "Look at that site with detdiff compare and explain, or serve requests one at a time."

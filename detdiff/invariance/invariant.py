@@ -5,18 +5,18 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-from detdiff.engines.base import INVARIANCE, Engine, PinsKernels
+from detdiff.engines.base import INVARIANCE, Engine
 from detdiff.engines.registry import as_engine, find_factory
-from detdiff.errors import EngineUnusable, NotInvariant
+from detdiff.errors import EngineUnusable, KernelsNotPinned
 from detdiff.probe.run import Probe, probe
-from detdiff.scenario import KernelPlan
+from detdiff.scenario import KernelPlan, Scenario
 
 from .compositions import CheckedCompositions, check
-from .pinning import Pinnable, SiteGroup, SitePolicy
-from .policies import AUTO, DECODE, NATIVE, SIZES, RowPolicy, agreeing, cheapest, named, size_of
+from .pinning import Pinnable, PinsKernels, SiteGroup, SitePolicy
+from .policies import AUTO, DECODE, NATIVE, SIZES, RowPolicy, cheapest, named, size_of
 
 COMPOSITIONS = 12
 SEEDS = 2
@@ -107,12 +107,34 @@ def invariant(
     kernels run instead of the model's own. ``compositions`` random ones must agree bit for bit before the block begins; ``price`` are
     the batches whose decode step is timed beside the model as it is. Everything is undone at the block's end.
 
-    Raises NotInvariant where nothing holds, or a composition differs: it names the composition, the site and the row; PolicyUnusable for
+    Raises KernelsNotPinned where nothing holds, or a composition differs: it names the composition, the site and the row; PolicyUnusable for
     a policy that is none, EngineUnusable for a model that cannot be pinned.
     """
+    with _invariant(
+        _engine(model),
+        policy,
+        KernelPlan(profile=kernels),
+        compositions=compositions,
+        price=price,
+        seed=seed,
+        on_step=on_step,
+    ) as found:
+        yield found
+
+
+@contextmanager
+def _invariant(
+    engine: Engine,
+    policy: str,
+    kernels: KernelPlan,
+    *,
+    compositions: int,
+    price: Sequence[int],
+    seed: int = 0,
+    on_step: OnStep | None = None,
+) -> Iterator[InvariantModel]:
     size_of(policy)
-    engine = _engine(model)
-    pinning = cast(PinsKernels, engine).pinning(KernelPlan(profile=kernels))
+    pinning = cast(PinsKernels, engine).pinning(kernels)
     found = find_pins(pinning, policy, seed, on_step)
     pins = {each.group: each.policy for each in found}
     with pinning.pinned(pins):
@@ -126,10 +148,33 @@ def invariant(
         yield result
 
 
+def pinned_scenario(
+    engine: Engine,
+    scenario: Scenario,
+    *,
+    compositions: int = COMPOSITIONS,
+    price: Sequence[int] = (),
+    on_step: OnStep | None = None,
+) -> tuple[Scenario, InvariantModel]:
+    """``scenario`` with the kernel plan that makes its engine's model invariant, and what was found.
+
+    Raises what `invariant` raises, and EngineUnusable for an engine that takes no kernel plan.
+    """
+    with _invariant(
+        _pinnable(engine), AUTO, scenario.kernels, compositions=compositions, price=price, on_step=on_step
+    ) as found:
+        if found.plan is None:
+            raise EngineUnusable(
+                f"The engine {engine.name} takes no kernel plan, so that a scenario cannot say what is pinned; expected mlx. In Python, "
+                "run it within `with detdiff.invariant(model):`."
+            )
+        return replace(scenario, kernels=found.plan), found
+
+
 def find_pins(
     pinning: Pinnable, policy: str = AUTO, seed: int = 0, on_step: OnStep | None = None
 ) -> tuple[PinnedGroup, ...]:
-    """For each group of sites the policy that serves it. Raises NotInvariant."""
+    """For each group of sites the policy that serves it. Raises KernelsNotPinned."""
     found = []
     groups = pinning.groups
     for number, group in enumerate(groups):
@@ -154,7 +199,7 @@ def _by_rows(pinning: Pinnable, group: SiteGroup, policy: str) -> PinnedGroup:
             seconds = {size: timed[size] for size in wanted}
         chosen = cheapest(sets, seconds)
         if chosen is None:
-            raise NotInvariant(
+            raise KernelsNotPinned(
                 f"No policy makes a row's bits depend on the row alone at {group}: in a call of one row, a repeat differs already. Expected "
                 "one size of a call whose rows are alike at every place. Look at it with detdiff probe."
             )
@@ -162,7 +207,7 @@ def _by_rows(pinning: Pinnable, group: SiteGroup, policy: str) -> PinnedGroup:
         chosen = named(policy, wanted)
     home = next((each for each in sets if chosen.sizes <= each), None)
     if home is None:
-        raise NotInvariant(
+        raise KernelsNotPinned(
             f"The policy {policy} does not make a row's bits depend on the row alone at {group}: it makes calls of "
             f"{_ranges(chosen.sizes)} rows, and those that agree are {'; '.join(_ranges(each) for each in sets) or 'none'}. "
             "Take auto, or a policy with calls of one such set."
@@ -171,6 +216,12 @@ def _by_rows(pinning: Pinnable, group: SiteGroup, policy: str) -> PinnedGroup:
     return PinnedGroup(
         group, RowPolicy(chosen.tiles, chosen.large, as_it_comes), tuple(sets) if len(sets) > 1 else ()
     )
+
+
+def agreeing(probe: Probe) -> list[frozenset[int]]:
+    """Sets of sizes of a call that give a row the same bits, at every place and beside any rows, that of one row first."""
+    wrong = {found.rows for found in (*probe.position, *probe.neighbours, *probe.repeat)}
+    return [sizes for sizes in (frozenset(each) - wrong for each in probe.classes) if sizes]
 
 
 def _arranged(pinning: Pinnable, group: SiteGroup, policy: str, seed: int) -> PinnedGroup:
@@ -186,7 +237,7 @@ def _arranged(pinning: Pinnable, group: SiteGroup, policy: str, seed: int) -> Pi
         if not wrong:
             return PinnedGroup(group, path)
         reasons.append(f"{path}: {wrong}")
-    raise NotInvariant(
+    raise KernelsNotPinned(
         f"No policy makes a row's bits depend on the row alone at {group}: {'; '.join(reasons)}. Expected rows that are the same alone and "
         "together on one of these paths. Serve requests one at a time, or take another attention."
     )
@@ -238,8 +289,15 @@ def _engine(model: Any) -> Engine:
         found = find_factory("detdiff.engines.mlx.engine:engine_of_objects")(model, without_tokenizer=True)
     else:
         found = as_engine(model)
-    if found is None or isinstance(found, str) or INVARIANCE not in found.capabilities:
-        what = found if isinstance(found, str) else f"a {type(model).__name__}"
+    if found is None or isinstance(found, str):
+        return _pinnable(found or model)
+    return _pinnable(found)
+
+
+def _pinnable(found: Any) -> Engine:
+    """Raises EngineUnusable for what is no engine, or for one whose kernels cannot be pinned."""
+    if INVARIANCE not in getattr(found, "capabilities", ()):
+        what = found if isinstance(found, str) else f"a {type(found).__name__}"
         raise EngineUnusable(
             f"The kernels of {what} cannot be pinned; expected an mlx-lm model, the pair that mlx_lm.load gives, or a causal language "
             "model of transformers. Give one of them."

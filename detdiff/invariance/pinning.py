@@ -71,3 +71,10 @@ class Pinnable(Protocol):
 
     def step_seconds(self, batch: int, rounds: int, pins: Pins) -> Sequence[tuple[float, float]]:
         """Of each round: the seconds of a decode step of ``batch`` requests as the model is, and under the pins."""
+
+
+class PinsKernels(Protocol):
+    """What an engine with the capability ``invariance`` has."""
+
+    def pinning(self, kernels: KernelPlan) -> Pinnable:
+        """Its model, whose kernels can be pinned; ``kernels`` is what runs it otherwise."""

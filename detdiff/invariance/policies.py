@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Final
 
 from detdiff.errors import PolicyUnusable
-from detdiff.probe.run import Probe
 from detdiff.scenario import PathRule
 
 AUTO: Final = "auto"
@@ -26,6 +25,7 @@ DECODE: Final = (1, 4, 8, 16)
 """Numbers of rows whose time decides, and for which the price is measured: requests that decode at once."""
 SAME: Final = 1.1
 """Measured times within this factor are taken for the same, so that noise does not choose the bits of a model."""
+CLEARLY: Final = 1.5
 _NAMED = re.compile(r"(pad|tile|split_rows)[:=]([1-9][0-9]{0,3})")
 
 
@@ -112,12 +112,6 @@ class RowPolicy:
         return rules
 
 
-def agreeing(probe: Probe) -> list[frozenset[int]]:
-    """Sets of sizes of a call that give a row the same bits, at every place and beside any rows, that of one row first."""
-    wrong = {found.rows for found in (*probe.position, *probe.neighbours, *probe.repeat)}
-    return [sizes for sizes in (frozenset(each) - wrong for each in probe.classes) if sizes]
-
-
 def cheapest(sets: Sequence[frozenset[int]], seconds: Mapping[int, float] | None) -> RowPolicy | None:
     """The policy with calls of one of ``sets`` whose sizes cost least at DECODE; None where there is none.
 
@@ -143,7 +137,7 @@ def _of(sizes: frozenset[int], cost: object) -> RowPolicy:
     for rows in range(1, EACH + 1):
         best = min(sorted(sizes), key=lambda size, rows=rows: (cost(rows, size), size))  # type: ignore[misc]
         # A call as large as it comes is kept where nothing is clearly cheaper.
-        tiles.append(rows if rows in sizes and cost(rows, rows) <= SAME * cost(rows, best) else best)
+        tiles.append(rows if rows in sizes and cost(rows, rows) <= CLEARLY * cost(rows, best) else best)
     large = tuple(size for size in sorted(sizes, reverse=True) if size >= EACH)
     return RowPolicy(tuple(tiles), large, as_it_comes=False)
 

@@ -197,7 +197,7 @@ class MlxEngine:
         return PackedLive(self, scenario, path)
 
     def pinning(self, kernels: KernelPlan) -> MlxPinning:
-        """See ``base.PinsKernels``."""
+        """See ``invariance.pinning.PinsKernels``."""
         from .invariance import MlxPinning
 
         return MlxPinning(self.loaded, kernels)

@@ -28,7 +28,7 @@ from detdiff.errors import (
     TorchMissing,
     words_of,
 )
-from detdiff.scenario import GENERATE, SCORE, Request, Scenario, nearest
+from detdiff.scenario import GENERATE, SCORE, KernelPlan, Request, Scenario, nearest
 from detdiff.trace import Site
 
 from .linear_sites import as_computed, called_again, load_torch, operation_of
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from detdiff.explain.oracle import Operation
     from detdiff.explain.origins import Captured
     from detdiff.probe.measures import Clock, RowCosts
+
+    from .invariance import TorchPinning
 
 SETTINGS: Final = ("dtype", "device", "attn_implementation", "threads", "padding_side")
 _CAPABILITIES: Final = frozenset(
@@ -57,6 +59,7 @@ _CAPABILITIES: Final = frozenset(
         base.DTYPE,
         base.ORACLE,
         base.PADDING,
+        base.INVARIANCE,
         base.SERIAL,
         base.STATIC,
         base.EMBEDS,
@@ -209,6 +212,16 @@ class TransformersEngine:
     def as_computed(self, role: str, operation: Operation, dtype: str) -> Operation:
         """See ``explain.controls.roles``."""
         return as_computed(operation, dtype)
+
+    def pinning(self, kernels: KernelPlan) -> TorchPinning:
+        """See ``invariance.pinning.PinsKernels``. Raises EngineRefuses for a kernel plan: torch's own kernels are all there are."""
+        if kernels != KernelPlan():
+            raise EngineRefuses(
+                f"kernels is {kernels.profile!r}, and a model of transformers runs on torch's own kernels; expected native. Leave it out."
+            )
+        from .invariance import TorchPinning
+
+        return TorchPinning(self._torch, self.model, str(self.identity["name"]))
 
     @property
     def stop_tokens(self) -> frozenset[int]:

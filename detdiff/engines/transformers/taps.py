@@ -165,32 +165,6 @@ def pinned(
 
         return forward
 
-    def split(module: Any) -> Any:
-        """Row by row, whatever of the arguments has a row for each of the first."""
-        native = module.forward
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            given = [*args, *kwargs.values()]
-            first = next(each for each in given if isinstance(each, torch.Tensor))
-            width = first.shape[-1]
-            count = first.numel() // width if first.ndim > 2 else len(first)
-
-            def row(each: Any, n: int) -> Any:
-                if not isinstance(each, torch.Tensor) or each.ndim < 2:
-                    return each
-                flat = each.reshape(-1, each.shape[-1])
-                return flat[n : n + 1].contiguous() if len(flat) == count else each
-
-            made = [
-                native(*(row(each, n) for each in args), **{k: row(v, n) for k, v in kwargs.items()})
-                for n in range(count)
-            ]
-            if not isinstance(made[0], tuple):
-                return torch.cat(made).reshape(*first.shape[:-1], -1)
-            return tuple(torch.cat(each) for each in zip(*made, strict=True))
-
-        return forward
-
     def attention(native: Attention) -> Attention:
         def call(module: Any, query: Any, key: Any, value: Any, mask: Any = None, **kwargs: Any) -> Any:
             length, keys = query.shape[2], key.shape[2]
@@ -227,10 +201,45 @@ def pinned(
         for module in model.modules():
             if isinstance(module, torch.nn.Linear) or type(module).__name__ == "Conv1D":
                 stack.enter_context(replaced(module, "forward", rows(module)))
-            elif re.search(r"Experts|Router|Gate$", type(module).__name__) and _own_weights(module):
-                stack.enter_context(replaced(module, "forward", split(module)))
+        for _, module in experts(torch, model):
+            stack.enter_context(replaced(module, "forward", row_by_row(torch, module)))
         stack.enter_context(attention_as(model, attention))
         yield
+
+
+def experts(torch: Any, model: Any) -> Iterator[tuple[str, Any]]:
+    """Routers, and experts that hold their weights in one tensor, by name."""
+    for name, module in model.named_modules():
+        linear = isinstance(module, torch.nn.Linear) or type(module).__name__ == "Conv1D"
+        if not linear and re.search(r"Experts|Router|Gate$", type(module).__name__) and _own_weights(module):
+            yield name, module
+
+
+def row_by_row(torch: Any, module: Any) -> Callable[..., Any]:
+    """A module's forward row by row, whatever of the arguments has a row for each of the first."""
+    native = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        given = [*args, *kwargs.values()]
+        first = next(each for each in given if isinstance(each, torch.Tensor))
+        width = first.shape[-1]
+        count = first.numel() // width if first.ndim > 2 else len(first)
+
+        def row(each: Any, n: int) -> Any:
+            if not isinstance(each, torch.Tensor) or each.ndim < 2:
+                return each
+            flat = each.reshape(-1, each.shape[-1])
+            return flat[n : n + 1].contiguous() if len(flat) == count else each
+
+        made = [
+            native(*(row(each, n) for each in args), **{k: row(v, n) for k, v in kwargs.items()})
+            for n in range(count)
+        ]
+        if not isinstance(made[0], tuple):
+            return torch.cat(made).reshape(*first.shape[:-1], -1)
+        return tuple(torch.cat(each) for each in zip(*made, strict=True))
+
+    return forward
 
 
 def _own_weights(module: Any) -> bool:

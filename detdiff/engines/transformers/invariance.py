@@ -1,0 +1,339 @@
+"""Pinning the kernels of a model of transformers: linear layers, experts and attention, tried and run on torch's own kernels.
+
+Importing this imports no torch: the engine whose model it pins has done so.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from detdiff.errors import KernelsNotPinned
+from detdiff.invariance.pinning import KEYS, Pins, SiteGroup
+from detdiff.invariance.policies import NATIVE, RowPolicy
+from detdiff.probe.operation import ProbedOperation, ProbeTarget
+from detdiff.scenario import KernelPlan
+
+from .linear_sites import TorchLinear, is_linear
+from .sites import replaced
+from .taps import Attention, attention_as, experts, implementations, row_by_row
+
+_WORK = 4 << 30  # products of one call in a probe at most
+_CONTEXT = 32  # positions that stand in the caches before a step is timed
+_TOKENS = 24  # of the forward whose experts' rows are tried
+
+
+@dataclass(frozen=True, eq=False)
+class _TorchCalls(TorchLinear):
+    """Linear modules of one shape called with rows as ``shape_of_rows``: rows [M, K], packed [1, M, K] or batch [M, 1, K]."""
+
+    shape_of_rows: str = "rows"
+
+    def operation(self, seed: int) -> ProbedOperation:
+        return replace(super().operation(seed), layout=self.shape_of_rows)
+
+
+class TorchPinning:
+    """See `detdiff.invariance.pinning.Pinnable`."""
+
+    priced = ""
+
+    def __init__(self, torch: Any, model: Any, name: str) -> None:
+        self._torch, self._model, self._threads = torch, model, torch.get_num_threads()
+        self._linear: dict[SiteGroup, list[tuple[str, Any]]] = {}
+        shapes: dict[str, list[tuple[str, Any]]] = {}
+        for site, module in model.named_modules():
+            if is_linear(module):
+                n, k = module.weight.shape
+                kind = str(module.weight.dtype).rpartition(".")[2]
+                biased = "" if module.bias is None else ", with a bias"
+                shapes.setdefault(f"{k},{n},{kind}{biased}", []).append((site, module))
+        for shape, found in shapes.items():
+            self._linear[SiteGroup("linear", shape, tuple(site for site, _ in found))] = found
+        self._name = name
+        self._experts: dict[SiteGroup, list[tuple[Any, tuple[Any, ...], dict[str, Any]]]] = {}
+        self._attention: SiteGroup | None = None
+        self._attended: tuple[Any, Attention, Any, Any, Any, dict[str, Any]] | None = None
+        self._discover()
+
+    def _discover(self) -> None:
+        """One forward, which shows how experts and attention are called."""
+        torch, model = self._torch, self._model
+        called: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {}
+        attended: list[tuple[Any, Attention, Any, Any, Any, dict[str, Any]]] = []
+
+        def seeing(native: Attention) -> Attention:
+            def call(module: Any, query: Any, key: Any, value: Any, mask: Any = None, **kwargs: Any) -> Any:
+                attended.append((module, native, query, key, value, kwargs))
+                return native(module, query, key, value, mask, **kwargs)
+
+            return call
+
+        with ExitStack() as stack:
+            for name, module in experts(torch, model):
+
+                def hook(module: Any, args: Any, kwargs: Any, name: str = name) -> None:
+                    called.setdefault(name, (module, args, kwargs))
+
+                stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+            stack.enter_context(attention_as(model, seeing))
+            stack.enter_context(torch.no_grad())
+            vocabulary = int(model.config.get_text_config().vocab_size)
+            ids = torch.arange(_TOKENS)[None] * 7 % vocabulary
+            model(input_ids=ids.to(model.device))
+        by_class: dict[str, list[str]] = {}
+        for name, (module, _, _) in called.items():
+            by_class.setdefault(type(module).__name__, []).append(name)
+        for shape, names in by_class.items():
+            self._experts[SiteGroup("switch", shape, tuple(names))] = [called[name] for name in names]
+        if attended:
+            module, _, query, key, _, _ = attended[0]
+            shape = (
+                f"{query.shape[1]} heads of {query.shape[3]} over {key.shape[1]}, {str(query.dtype).rpartition('.')[2]}, "
+                f"{' and '.join(implementations(model))}"
+            )
+            self._attention = SiteGroup("attention", shape, (f"{len(attended)} calls a forward",))
+            self._attended = attended[0]
+
+    @property
+    def groups(self) -> Sequence[SiteGroup]:
+        own = [] if self._attention is None else [self._attention]
+        return [*self._linear, *self._experts, *own]
+
+    @property
+    def notes(self) -> Sequence[str]:
+        return (f"torch with {self._threads} threads: with another number of threads a forward is refused",)
+
+    def sizes(self, group: SiteGroup, sizes: Sequence[int]) -> Sequence[int]:
+        n, k = self._linear[group][0][1].weight.shape
+        return [rows for rows in sizes if rows <= 8 or rows * k * n <= _WORK]
+
+    def targets(self, group: SiteGroup) -> Sequence[ProbeTarget]:
+        module = self._linear[group][0][1]
+        return [
+            _TorchCalls(self._name, module, group.sites, shape_of_rows=layout)
+            for layout in ("rows", "packed", "batch")
+        ]
+
+    def paths(self, group: SiteGroup) -> Sequence[str]:
+        return (NATIVE, KEYS) if group is self._attention else (NATIVE, "rows")
+
+    def first_difference(self, group: SiteGroup, path: str, seed: int) -> str:
+        with self._torch.no_grad():
+            if group is self._attention:
+                return self._attention_differs(path, seed)
+            return next(
+                (found for each in self._experts[group] if (found := self._experts_differ(path, *each))), ""
+            )
+
+    def _experts_differ(self, path: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        """The rows of a forward, all and the first few, against each row alone."""
+        torch = self._torch
+        alone = row_by_row(torch, module)(*args, **kwargs)
+        wanted = _first(torch, alone).reshape(-1, _first(torch, alone).shape[-1])
+        for rows in (len(wanted), 1, 2, 3, 5, 8, 13):
+            some = [_rows(torch, each, rows, len(wanted)) for each in args]
+            more = {key: _rows(torch, each, rows, len(wanted)) for key, each in kwargs.items()}
+            run = module.forward if path == NATIVE else row_by_row(torch, module)
+            made = _first(torch, run(*some, **more)).reshape(rows, -1)
+            same = [torch.equal(made[row], wanted[row].reshape(-1)) for row in range(rows)]
+            if not all(same):
+                return f"row {same.index(False)} of {rows} is another than alone"
+        return ""
+
+    def _attention_differs(self, path: str, seed: int) -> str:
+        """Drawn queries over drawn keys: in slots with padding on the left, several at a time, against each row alone."""
+        assert self._attended is not None
+        torch, (module, native, query, key, value, kwargs) = self._torch, self._attended
+        attend = native if path == NATIVE else _by_keys(torch, native)
+        draw = torch.Generator().manual_seed(seed)
+        eager = implementations(self._model) == ["eager"]
+
+        def made(like: Any, slots: int, rows: int) -> Any:
+            return (
+                torch.randn((slots, like.shape[1], rows, like.shape[3]), generator=draw)
+                .to(like.dtype)
+                .to(like.device)
+            )
+
+        for slots, rows, keys in (
+            (1, 9, 9),
+            (2, 31, 31),
+            (3, 1, 40),
+            (4, 17, 17),
+            (5, 1, 13),
+            (16, 1, 33),
+            (2, 70, 70),
+            (2, 1, 1100),
+        ):
+            pads = [
+                0,
+                *torch.randint(
+                    0, keys - rows + 1 if rows == 1 else keys // 2, (slots - 1,), generator=draw
+                ).tolist(),
+            ]
+            q, k, v = made(query, slots, rows), made(key, slots, keys), made(value, slots, keys)
+            at, columns = torch.arange(keys - rows, keys)[:, None], torch.arange(keys)[None]
+            seen = torch.stack([(columns <= at) & (columns >= pad) for pad in pads])[:, None].to(q.device)
+            mask = torch.where(seen, 0.0, torch.finfo(q.dtype).min).to(q.dtype) if eager else seen
+            if not any(pads) and (rows == 1 or not eager):
+                mask = None
+            together = attend(module, q, k, v, mask, **kwargs)[0]
+            for slot, pad in enumerate(pads):
+                for row in range(max(0, pad - (keys - rows)), rows):
+                    last = keys - rows + row + 1
+                    part = (each[slot : slot + 1, :, pad:last].contiguous() for each in (k, v))
+                    one = q[slot : slot + 1, :, row : row + 1].contiguous()
+                    alone = attend(module, one, *part, None, **kwargs)[0]
+                    if not torch.equal(alone[0, 0], together[slot, row]):
+                        return (
+                            f"row {row} of {rows} in slot {slot} of {slots}, over {last - pad} of {keys} keys with {pad} columns of "
+                            "padding, is another than alone"
+                        )
+        return ""
+
+    def plan(self, pins: Pins) -> KernelPlan | None:
+        return None
+
+    @contextmanager
+    def pinned(self, pins: Pins) -> Iterator[None]:
+        torch, model = self._torch, self._model
+
+        def same_threads(module: Any, args: Any) -> None:
+            found = torch.get_num_threads()
+            if found != self._threads:
+                raise KernelsNotPinned(
+                    f"torch computes with {found} threads now, and its kernels were tried with {self._threads}; with another number of threads "
+                    "they may sum otherwise. Set the number of threads before the model is made invariant."
+                )
+
+        with ExitStack() as stack:
+            stack.callback(model.register_forward_pre_hook(same_threads).remove)
+            for group, policy in pins.items():
+                if group in self._linear and isinstance(policy, RowPolicy):
+                    for _, module in self._linear[group]:
+                        stack.enter_context(replaced(module, "forward", _tiled(torch, module, policy)))
+                elif group in self._experts and policy != NATIVE:
+                    for module, _, _ in self._experts[group]:
+                        stack.enter_context(replaced(module, "forward", row_by_row(torch, module)))
+                elif policy == KEYS:
+                    stack.enter_context(attention_as(model, lambda native: _by_keys(torch, native)))
+            yield
+
+    def step_seconds(self, batch: int, rounds: int, pins: Pins) -> Sequence[tuple[float, float]]:
+        torch, model = self._torch, self._model
+        vocabulary = int(model.config.get_text_config().vocab_size)
+        draw = np.random.default_rng(0)
+        prompt = torch.from_numpy(draw.integers(0, vocabulary, (batch, _CONTEXT))).to(model.device)
+        with torch.no_grad():
+            # transformers 5.40 calls it cache.
+            named = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+            filled = getattr(model(input_ids=prompt, use_cache=True), named)
+            caches = [copy.deepcopy(filled) for _ in range(2)]
+
+            def step(cache: Any) -> float:
+                for _ in range(2):  # the first one after pins were put on, or taken off, is slow
+                    start = perf_counter()
+                    model(input_ids=prompt[:, :1], use_cache=True, **{named: cache}).logits.sum().item()
+                return perf_counter() - start
+
+            def pinned(cache: Any) -> float:
+                with self.pinned(pins):
+                    return step(cache)
+
+            found = []
+            for turn in range(-1, rounds):
+                if turn % 2:
+                    native, held = step(caches[0]), pinned(caches[1])
+                else:
+                    held, native = pinned(caches[1]), step(caches[0])
+                if turn >= 0:
+                    found.append((native, held))
+        return found
+
+
+def _tiled(torch: Any, module: Any, policy: RowPolicy) -> Callable[[Any], Any]:
+    """A linear module's forward in the calls [rows, K] of a policy."""
+    native, free = module.forward, len(policy.tiles) if policy.as_it_comes else 0
+
+    def forward(x: Any) -> Any:
+        width = x.shape[-1]
+        count = x.numel() // width
+        if count <= free or not count:
+            return native(x)
+        flat, at, made = x.reshape(count, width).contiguous(), 0, []
+        for taken, size in policy.calls(count):
+            rows = flat[at : at + taken]
+            if taken < size:
+                rows = torch.cat([rows, rows.new_zeros((size - taken, width))])
+            made.append(native(rows)[:taken])
+            at += taken
+        whole = made[0] if len(made) == 1 else torch.cat(made)
+        return whole.reshape(*x.shape[:-1], -1)
+
+    return forward
+
+
+def _by_keys(torch: Any, native: Attention) -> Attention:
+    """Attention in a call for each row, over the keys that it sees."""
+
+    def bounds(mask: Any) -> list[list[tuple[int, int, bool]]]:
+        """For each slot and row of a mask: the first key, the one after the last, and whether all between are seen alike."""
+        held = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+        whole = mask.dtype == torch.bool or bool((mask[held] == 0).all())
+        seen = held[:, 0].to(torch.int8)
+        first, count = seen.argmax(dim=-1), seen.sum(dim=-1)
+        last_seen = seen.shape[-1] - seen.flip(-1).argmax(dim=-1)
+        rows = zip(first.tolist(), last_seen.tolist(), count.tolist(), strict=True)
+        return [
+            [(f, e if c else f, whole and e - f == c) for f, e, c in zip(*slot, strict=True)] for slot in rows
+        ]
+
+    def call(module: Any, query: Any, key: Any, value: Any, mask: Any = None, **kwargs: Any) -> Any:
+        slots, rows, keys = query.shape[0], query.shape[2], key.shape[2]
+        causal = kwargs.get("is_causal")
+        causal = getattr(module, "is_causal", True) if causal is None else causal
+        if mask is not None and (mask.ndim != 4 or mask.shape[1] > 1):
+            return native(module, query, key, value, mask, **kwargs)
+        told = None if mask is None else bounds(mask)
+        outputs = []
+        for slot in range(slots):
+            mine = None if told is None else told[slot if len(told) > 1 else 0]
+            done = []
+            for row in range(rows):
+                first, last, whole = 0, keys - rows + row + 1 if causal else keys, True
+                if mine is not None:
+                    first, last, whole = mine[row if len(mine) > 1 else 0]
+                q = query[slot : slot + 1, :, row : row + 1].contiguous()
+                if last == first:
+                    # Padding: nobody reads it.
+                    done.append(query.new_zeros((1, 1, query.shape[1], value.shape[3])))
+                    continue
+                k, v = (each[slot : slot + 1, :, first:last].contiguous() for each in (key, value))
+                own = None
+                if not whole:
+                    own = mask[min(slot, len(mask) - 1)][None, :, row : row + 1, first:last].contiguous()
+                done.append(native(module, q, k, v, own, **kwargs)[0])
+            outputs.append(done[0] if rows == 1 else torch.cat(done, dim=1))
+        return (outputs[0] if slots == 1 else torch.cat(outputs)), None
+
+    return call
+
+
+def _first(torch: Any, made: Any) -> Any:
+    return made[0] if isinstance(made, tuple) else made
+
+
+def _rows(torch: Any, each: Any, rows: int, count: int) -> Any:
+    """The first rows of what has one for each of ``count``."""
+    if not isinstance(each, torch.Tensor) or each.ndim < 2:
+        return each
+    flat = each.reshape(-1, each.shape[-1])
+    return flat[:rows].contiguous() if len(flat) == count else each
