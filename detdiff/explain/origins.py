@@ -151,6 +151,10 @@ class Captured:
         forwards = self.trace.row_index().forward
         return next((row for row in reversed(rows) if until is None or forwards[row] <= until), None)
 
+    def computed_for(self, row: int) -> int:
+        """The number of the request that a row was computed for: of one that a turn kept, the turn before."""
+        return int(self.trace.row_index().request[row])
+
     def forward(self, row: int) -> int:
         """The forward of a row in this run, which may have fewer of them than the run that it repeats."""
         return int(self.trace.row_index().forward[row])

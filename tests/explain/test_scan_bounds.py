@@ -18,6 +18,7 @@ from detdiff.engines.mlx.scan_calls import ScannedRow
 from detdiff.explain import explain
 from detdiff.explain.oracle import Judgement, judge
 from detdiff.explain.roundings import Arithmetic
+from detdiff.scenario import Scenario
 
 DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16}
 ROWS = (1, 7, 300)  # more than a chunk of ssm_attn
@@ -108,3 +109,19 @@ def test_a_state_that_is_written_over_is_judged_as_it_was(
     verdict = explain(a, b, loaded=loaded, controls=("repeat", "oracle"))
     assert {each.fact: each.detail.get("result") for each in verdict.evidence}["oracle"] == found
     assert (verdict.kind == "bug") == (found == "outside"), verdict.sentence
+
+
+def test_rows_that_a_turn_kept_are_judged_where_they_were_computed(tmp_path: Path) -> None:
+    """A conversation of mamba2 from scratch beside a kept one: chunks of the prompt end elsewhere."""
+    loaded = model("mamba2")
+    turn = [{"tokens": [3, 4]}, {"tokens": [5, 6, 7]}]
+    request = [{"id": "r0", "tokens": [1, 2, 3, 4, 5], "turn": turn}]
+    runs = Runs(tmp_path)
+    a, b = (
+        runs.record(
+            loaded, Scenario.from_dict({"model": "tiny", "max_tokens": 4, "turns": turns, "request": request})
+        )
+        for turns in ("fresh", "kept")
+    )
+    verdict = explain(a, b, loaded=loaded)
+    assert (verdict.kind, verdict.rule) == ("numerics", "path"), verdict.sentence

@@ -266,7 +266,7 @@ def order_moves(a: Captured, b: Captured, origin: OriginRow) -> dict[str, bool]:
     for captured, place in ((a, origin.row_a), (b, origin.row_b)):
         key = (
             origin.site.name,
-            captured.number(origin.request),
+            captured.computed_for(place),
             origin.position,
             captured.forward(place),
         )

@@ -334,7 +334,7 @@ class SiteRows:
         """Of one row: its query over its own entries among those that the call let it see."""
         if len(self._rows) != 1:
             raise OracleRefused("Attention is judged row by row, as each row sees other entries.")
-        position, number = int(self.positions[0]), self._captured.number(self._request)
+        position, number = int(self.positions[0]), self._captured.computed_for(self._rows[0])
         watch = self._captured.watch
         called = None if watch is None else watch.rows.get((self._site.name, number, position, self._forward))
         if called is None:

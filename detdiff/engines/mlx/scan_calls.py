@@ -217,7 +217,7 @@ def scanned(captured: Captured, origin: OriginRow, place: int) -> tuple[Inside, 
     Raises OracleRefused where there is none, or more than one.
     """
     watch = None if captured.watch is None else captured.watch.scans
-    key = captured.number(origin.request), origin.position, captured.forward(place)
+    key = captured.computed_for(place), origin.position, captured.forward(place)
     name = origin.site.name
     found = (
         {}

@@ -164,12 +164,18 @@ def capture_side(
         memory_mb=scenario.capture.memory_mb,
     )
     engine: Any = case.engine(side)
+    number = case.trace(side).row_index().request
+
+    def computed(each: OriginRow) -> tuple[int, int]:
+        # A row that a turn kept was computed for the turn before.
+        return int(number[each.row_a if side == "a" else each.row_b]), each.position
+
     rows = {
-        (each.site.name, case.number(side, each.request), each.position)
+        (each.site.name, *computed(each))
         for each in origin_rows
         if each.site.kind == "attention" and each.site.name in capture.sites
     }
-    scans = {(case.number(side, each.request), each.position) for each in chosen if each.how == "composite"}
+    scans = {computed(each) for each in chosen if each.how == "composite"}
     watch = engine.watch(rows, scans) if (rows or scans) and hasattr(engine, "watch") else None
     trace = case.record(replace(scenario, capture=capture), side, overrides=Overrides(watch=watch))
     return Captured(trace, watch)
