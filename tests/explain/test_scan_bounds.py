@@ -125,3 +125,4 @@ def test_rows_that_a_turn_kept_are_judged_where_they_were_computed(tmp_path: Pat
     )
     verdict = explain(a, b, loaded=loaded)
     assert (verdict.kind, verdict.rule) == ("numerics", "path"), verdict.sentence
+    assert verdict.advice and "pin the kernels: every linear" in verdict.advice, verdict.advice

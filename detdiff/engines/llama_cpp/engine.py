@@ -163,7 +163,7 @@ class LlamaEngine:
         return self.model.decode(ids)
 
     @property
-    def pinning(self) -> str:
+    def how_pinned(self) -> str:
         """How kernels are pinned, in words."""
         streams = ", and each sequence in a stream of the cache of its own" if self._unified else ""
         return f"each row decoded in a call of its own{streams}"
@@ -310,7 +310,7 @@ class LlamaEngine:
                 lacks[base.CACHE] = "; ".join(unseen) or "the cache of some layers was not seen"
             notes = list(dict.fromkeys(clause for each in runs for clause in each.graph.unseen))
             if overrides.pin_kernels:
-                notes.append(f"pinned: {self.pinning}")
+                notes.append(f"pinned: {self.how_pinned}")
             draft = self.draft_identity(scenario)
             writer = begin(
                 {

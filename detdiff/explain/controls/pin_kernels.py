@@ -15,7 +15,7 @@ from ..case import Case, Side
 from ..control import CannotRun, Figures, Outcome, control
 
 SINGLE_ROWS: Final = "every linear, expert and attention call on the path that a single row takes"
-"""How kernels are pinned, where an engine has no ``pinning`` that says it in its own words."""
+"""How kernels are pinned, where an engine has no ``how_pinned`` that says it in its own words."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +57,7 @@ def pin_kernels(case: Case) -> Outcome:
     traces = {side: case.record(case.scenario(side), side, overrides=pinned) for side in "ab"}
     tried.append(_entry("single rows", traces))
     # Of two engines of one kind, what more one does goes for both.
-    how = max((str(getattr(case.engine(side), "pinning", SINGLE_ROWS)) for side in "ab"), key=len)
+    how = max((str(getattr(case.engine(side), "how_pinned", SINGLE_ROWS)) for side in "ab"), key=len)
     return _outcome(case, how, traces, tried)
 
 
