@@ -59,6 +59,11 @@ BENCHMARKS = (
         lambda row: None if row["positions"] < 2000 else row["recorded / untapped"] <= row["at most"],
     ),
     Benchmark(
+        "context_memory",
+        "no more for a position of a long context than for one of the first",
+        lambda row: row["of the first"] <= 1.1,
+    ),
+    Benchmark(
         "llama",
         "recorded / plain at most 1.5",
         lambda row: row["recorded / plain"] <= 1.5,

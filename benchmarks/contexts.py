@@ -37,6 +37,7 @@ from .paired import alternate, ratio, spread
 ROUNDS = 5
 STEPS = 12
 CONTEXTS = (20, 2000, 8000)
+SIDES = ("untapped", "recorded")
 LAYERS, HEADS, WIDTH = 30, 3, 64  # of SmolLM2-135M's caches
 LIMITS = {"SmolLM2-135M": 1.10, "cache alone": 1.15}
 
@@ -99,13 +100,15 @@ class _Step(NamedTuple):
     processor: float
 
 
-class _Contexts:
-    """One model with a recorded and an untapped copy of the same caches."""
+class FilledCaches:
+    """One model with a recorded and an untapped copy of the same caches, or with one of them."""
 
-    def __init__(self, model: nn.Module, positions: int, folder: Path) -> None:
+    def __init__(
+        self, model: nn.Module, positions: int, folder: Path, sides: tuple[str, ...] = SIDES
+    ) -> None:
         mx.eval(model.parameters())
         self._model, self._session = model, Session(model)
-        self._caches = {side: make_prompt_cache(model) for side in ("untapped", "recorded")}
+        self._caches = {side: make_prompt_cache(model) for side in sides}
         self._positions, self._folder = positions, folder
         self._done = dict.fromkeys(self._caches, positions)
         self._forwards = 0
@@ -116,7 +119,12 @@ class _Contexts:
         )
         settings = RecordingSettings(Capture(), ["a"], [positions], str)
         self._recorder = Recorder(self._writer, sites, settings)
-        self._fill(positions)
+        if "recorded" in sides:
+            self._fill(positions)
+        else:
+            for cache in self._caches["untapped"]:
+                cache.update_and_fetch(*(mx.random.normal((1, HEADS, positions, WIDTH)) for _ in range(2)))
+                mx.eval(cache.state)
 
     def _fill(self, positions: int) -> None:
         forward = self._forward(mx.zeros((1, positions), mx.int32), "recorded", "prefill")
@@ -172,8 +180,8 @@ class _Contexts:
 
 def _case(name: str, positions: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
-        contexts = _Contexts(MODELS[name](), positions, Path(folder) / "trace")
-        sides = {side: partial(contexts.side, side) for side in ("untapped", "recorded")}
+        contexts = FilledCaches(MODELS[name](), positions, Path(folder) / "trace")
+        sides = {side: partial(contexts.side, side) for side in SIDES}
         alternate(sides, 1)
         found = alternate(sides, ROUNDS)
     wall, processor = ({side: [step[i] for step in steps] for side, steps in found.items()} for i in range(2))
