@@ -27,7 +27,7 @@ settings.load_profile("ci" if os.environ.get("CI") else "local")
 COSTLY_PAGES = ("docs/findings.md", "docs/reduce.md", "docs/strategies.md")
 """Pages with examples of seconds, of what tests of the first tier show too."""
 
-pytest_plugins = ["plugins.real_models", "pytester"]
+pytest_plugins = ["plugins.real_models", "stores", "pytester"]
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -7,13 +7,11 @@ from pathlib import Path
 
 import pytest
 from command_line import SCENARIO, run
-from stores import memory_store, s3_store, store
+from stores import memory_store
 
 import detdiff
 from detdiff.scenario import Scenario
 from detdiff.trace import Address, Trace, place
-
-__all__ = ["s3_store", "store"]
 
 
 def shorter(folder: Path) -> Path:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import trace_samples as samples
-from stores import memory_store, s3_store, store
+from stores import memory_store
 
 from detdiff.compare import compare
 from detdiff.errors import (
@@ -28,7 +28,6 @@ from detdiff.errors import (
 )
 from detdiff.trace import Address, Trace, TraceWriter, place
 
-__all__ = ["s3_store", "store"]  # pytest finds fixtures by the names of a module
 SHARD, LOG = "shard-00001.safetensors", "forwards.jsonl"
 
 
