@@ -29,6 +29,16 @@ def a_setting(body: str) -> Ask:
     return ask
 
 
+def a_prefix_that_is_reused(folder: Path, patch: pytest.MonkeyPatch, ill: bool) -> Asked:
+    # Warm, the engine computes the last row of the prompt and those behind it, and has no rows for what it kept.
+    body = (
+        "warm = 2 * on\n"
+        f"taps['layer'] = Tap((2 * x + np.float32({ill} and on))[warm:], x[warm:], positions=np.arange(warm, len(x)))"
+    )
+    asked = f"tokens=1,2,3 max_tokens=2 {engine(folder, patch, f'kept_{ill}', body)}"
+    return Asked(asked, "engine.on=false", "engine.on=true", "m")
+
+
 LLAMA4 = {
     "model_type": "llama4", "text_config": {
         **SMALL, "num_hidden_layers": 4, "attention_bias": False, "attention_chunk_size": 4, "head_dim": 16, "interleave_moe_layer_step": 2,
@@ -182,6 +192,12 @@ KINDS = (
     Kind(
         "B13 two sets of weights", other_weights,
         lambda found: found["across_models"] and request(found)["stage"] is not None,
+    ),
+    Kind(
+        "B14 a prefix that is reused", a_prefix_that_is_reused,
+        lambda found: request(found)["origin"]["site"] == "layer" and request(found)["origin"]["position"] == 2
+        and request(found)["flip"] is None and not found["bookkeeping"],
+        lambda found: found["identical"] and request(found)["rows"] == 2 and not found["bookkeeping"],
     ),
 )  # fmt: skip
 

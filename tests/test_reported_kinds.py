@@ -325,11 +325,15 @@ def test_a_probe_of_the_calls_own_layout_agrees_with_the_verdict(
             found["said"]
         )
         assert not ill or f"{site} took native on 7 rows in a and native on 3 rows in b" in found["said"]
-    probed = probe(find_site(load(model), site), rows="1..6", seeds=2, timed=False)
+    loaded = load(model)
+    probed = probe(find_site(loaded, site), rows="1..6", seeds=2, timed=False)
     words = ("--model", model, "--site", site, "--rows", "1..6", "--seeds", "2", "--no-time", "--json")
     answer = json.loads(run("probe", *words).stdout)
     assert answer["classes"] == [list(members) for members in probed.classes]
     assert probed.classes == (((1, 2, 3), (4, 5, 6)) if ill else ((1, 2, 3, 4, 5, 6),))
+    assert ("transposed" in probed.lies) is any("transposed" in note for note in answer["notes"]) is ill
+    # The site beside it has rows that follow each other, in either model.
+    assert not probe(find_site(loaded, site.replace("down", "up")), rows="1..6", seeds=2, timed=False).lies
 
 
 def test_a_models_own_code_runs_where_it_is_allowed_and_is_never_replaced(tmp_path: Path) -> None:

@@ -10,11 +10,13 @@ from runs import Runs, model, scenario
 from test_unread import CASES
 from tiers import some_now
 
-from detdiff.engines.mlx.taps import digesting
+from detdiff.engines.mlx.taps import digesting, recorder
 from detdiff.engines.mlx.taps.addresses import DIMS, FORMAT, ITEM, NDIM, SHAPE, STRIDES, layouts
-from detdiff.engines.mlx.taps.forward import DTYPE_NAMES, memory
+from detdiff.engines.mlx.taps.forward import DTYPE_NAMES, CacheCall, Forward, memory
+from detdiff.engines.mlx.taps.ledgers import CacheCallRows, Ledgers
 from detdiff.engines.mlx.taps.recorder import Recorder
 from detdiff.engines.mlx.taps.repeated import Repeated
+from detdiff.engines.mlx.taps.visible import Masks
 from detdiff.trace import Trace
 
 ALIKE = [
@@ -83,6 +85,26 @@ def test_what_is_not_as_before_goes_the_general_way(
     assert 1 <= repeated.count(False) <= 2 and repeated.index(False) > 2
     monkeypatch.setattr(digesting, "likeness", lambda record: None)
     assert _bytes(runs.record(model("llama"), asked)) == _bytes(trace)
+
+
+def test_what_a_window_hides_is_told_once_where_a_later_cache_is_not_as_before(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch, repeated: list[bool]
+) -> None:
+    sound = Ledgers.fold
+
+    def fold(self: Ledgers, call: CacheCall, forward: Forward, masks: Masks) -> CacheCallRows:
+        found = sound(self, call, forward, masks)
+        if call.layer == 2 and call.fresh is None and forward.segments[0].start > 20:
+            found.events.append({"kind": "cache_changed", "request": 0, "layer": 2})
+        return found
+
+    monkeypatch.setattr(Ledgers, "fold", fold)
+    monkeypatch.setattr(recorder, "READ_ANEW", 5)
+    asked = scenario("serial", "padded", lengths=(12,), max_tokens=24)
+    trace = runs.record(model("gemma3_text"), asked)
+    assert repeated.count(False) > 1
+    monkeypatch.setattr(digesting, "likeness", lambda record: None)
+    assert _bytes(runs.record(model("gemma3_text"), asked)) == _bytes(trace)
 
 
 def test_layouts_of_many_arrays_are_those_of_each() -> None:

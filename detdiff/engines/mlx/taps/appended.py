@@ -64,6 +64,10 @@ class _AppendedCall:
                 lane.entries.added(int(starts[lane.segment]), self.length)
             self.added = False
 
+    def temporal(self) -> bool:
+        """Whether the entries lie in order."""
+        return all(lane.entries.lay is not None and lane.entries.lay.temporal for lane in self.lanes)
+
     def room(self, starts: Int64) -> bool:
         """Whether one more entry has a place in the ledgers."""
         known = self.known
@@ -227,6 +231,7 @@ class Appended:
         for call, mine in zip(record.caches, self._calls, strict=True):
             mine.length = call.length
         events: list[Event] = []
+        limited: list[tuple[int, list[dict[str, Any]]]] = []
         lane = 0
         for number, (call, mine) in enumerate(zip(record.caches, self._calls, strict=True)):
             lanes = slice(lane, lane + len(mine.lanes))
@@ -234,13 +239,17 @@ class Appended:
             if mine.added:
                 continue
             folded = self.folded[number] = self._ledgers.fold(call, record.forward, masks)
-            if (mine.lanes and (folded.events or folded.limited)) or not mine.put(folded, out):
+            odd = folded.events or folded.limited or not mine.temporal()
+            if (mine.lanes and odd) or not mine.put(folded, out):
                 return None
             if mine.lanes:
                 self._totals[lanes] = folded.read
             events += folded.events
             if folded.limited:
-                record.limited.setdefault(call.layer, []).extend(folded.limited)
+                limited.append((call.layer, folded.limited))
+        # The general way says these itself.
+        for layer, lines in limited:
+            record.limited.setdefault(layer, []).extend(lines)
         self.folded = {}
         return events
 
