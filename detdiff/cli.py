@@ -823,7 +823,7 @@ def bench(imports: tuple[str, ...], as_json: bool, changes: tuple[str, ...], **o
     """Measure batching policies: what each costs, and what it does to the answers.
 
     Every policy runs the same requests in rounds of changing order; beside its throughput and latency stand its answers
-    against serial's (identical, diverges without a flip, flips k of n), and the counts of forwards, padding and idle slots that
+    against serial's (identical, diverges without a flip, flips k of n, inconclusive), and the counts of forwards, padding and idle slots that
     explain the figures.
 
     Example: detdiff bench --model builtin --policy static:8 --policy continuous:8 -o measured

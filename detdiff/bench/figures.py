@@ -165,6 +165,7 @@ def _divergence(result: PolicyResult) -> Mapping[str, Any]:
     origin = None if first is None or first.origin is None else first.origin
     return {
         "identical": divergence.identical,
+        "inconclusive": divergence.inconclusive,
         "first": divergence.first,
         "origin": None if origin is None else {"site": origin.site, "position": origin.position},
         "flips": [

@@ -27,6 +27,7 @@ from .workload import Workload
 
 Progress = Callable[[str, int, int], None]
 """``progress(what, done, of)``."""
+INCONCLUSIVE: Final = "inconclusive"
 
 
 @dataclass
@@ -55,7 +56,8 @@ class PolicyResult:
 
     @property
     def sameness(self) -> str:
-        """``identical``, ``diverges, no flip``, ``flips k of n``, or ``not compared`` where that could not be."""
+        """``identical``, ``diverges, no flip``, ``flips k of n``, ``inconclusive`` where nothing that was compared differs and not all
+        could be, or ``not compared`` where nothing was."""
         return "identical" if self.policy.name == BASELINE else _sameness(self.divergence)
 
     @property
@@ -71,6 +73,8 @@ def _sameness(divergence: Divergence | None) -> str:
     flips, count = sum(r.flip is not None for r in divergence.requests), len(divergence.requests)
     if flips:
         return f"flips {flips} of {count}"
+    if divergence.inconclusive:
+        return INCONCLUSIVE
     return "identical" if divergence.identical else "diverges, no flip"
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from detdiff.bench.figures import factor, good, throughput
-from detdiff.bench.measure import WALL, Measurement, PolicyResult
+from detdiff.bench.measure import INCONCLUSIVE, WALL, Measurement, PolicyResult
 from detdiff.bench.runs import Goodput, Spread
 
 from .bench_pictures import flips_svg, latency_svg, throughput_svg
@@ -66,6 +66,11 @@ def bench_blocks(measured: Measurement, goodput: Goodput | None = None) -> list[
     if any(result.own is not None for result in measured.results):
         words = "its answers beside those of one request after the other with its own kernels, draft and quantised cache"
         blocks.append(Item("alone: ", words))
+    blocks += [
+        Item(f"inconclusive: {escaped(result.policy.name)}: ", _left_open(result))
+        for result in measured.results
+        if result.sameness == INCONCLUSIVE
+    ]
     counted = [result for result in measured.results if result.counts is not None]
     if counted:
         headers = ("policy", "forwards", "rows", "padding", "idle slots", "rows a forward", "as simulated")
@@ -118,6 +123,15 @@ def interrupted(runs: Sequence[Sequence[object]], rounds: int) -> Item:
         "note: ",
         f"interrupted after {whole} of {count(rounds, 'round')}; what was measured until then is shown",
     )
+
+
+def _left_open(result: PolicyResult) -> str:
+    """Why nothing differs and the answers are not called identical all the same."""
+    assert result.divergence is not None
+    found = result.divergence
+    reasons = [f"{each.id}: {each.reason}" for each in found.not_compared]
+    reasons += [note.removeprefix("run b: ") for note in found.notes if note.startswith("run b: ")]
+    return f"nothing that was compared differs, but not all was seen: {escaped('; '.join(reasons))}"
 
 
 def explained(result: PolicyResult, baseline: PolicyResult) -> str:

@@ -25,3 +25,16 @@ def test_a_server_is_measured_and_its_steps_are_not_counted(native: Served, tmp_
     assert all(each["whole"]["other_answers"] is not None for each in levels)
     refused = run(*words, "--clock", "processor")
     assert refused.exit_code == 2 and "nothing of a server's work" in " ".join(refused.stderr.split())
+
+
+def test_a_batch_that_did_not_come_about_is_no_divergence(native: Served) -> None:
+    """One request has nobody to be batched with: its answer is serial's, and says nothing of the policy."""
+    words = ["bench", "--model", f"{native.address}/v1", "--requests", "1", "--prompt-lengths", "4"]
+    words += ["--answer-lengths", "2", "--rounds", "1", "--policy", "static:2"]
+    done = run(*words, "--json")
+    own = json.loads(done.stdout)["policies"][1]["detdiff"]
+    assert own["answers"] == "inconclusive" and own["divergence"]["inconclusive"] is True
+    assert own["divergence"]["first"] is None and own["flips"] == 0
+    said = " ".join(run(*words).stdout.split())
+    assert "inconclusive: static:2: nothing that was compared differs" in said
+    assert "sent alone, so that nothing ran together" in said and "diverges" not in said
