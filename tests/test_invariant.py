@@ -71,6 +71,14 @@ def test_a_policy_that_is_none_is_refused(name: str) -> None:
         held(tiny("llama"), policy=name)
 
 
+@pytest.mark.parametrize(
+    "given", [{"policy": None}, {"compositions": -1}, {"price": (0,)}, {"price": 4}, {"seed": "x"}]
+)
+def test_numbers_that_are_none_are_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(PolicyUnusable, match="expected a"):
+        held(tiny("llama"), **given)
+
+
 def test_what_is_no_model_is_refused() -> None:
     with pytest.raises(EngineUnusable, match="cannot be pinned"):
         held(object())

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from detdiff.engines.base import INVARIANCE, Engine
 from detdiff.engines.registry import as_engine, find_factory
-from detdiff.errors import EngineUnusable, KernelsNotPinned
+from detdiff.errors import EngineUnusable, KernelsNotPinned, PolicyUnusable
 from detdiff.probe.run import Probe, probe
 from detdiff.scenario import KernelPlan, Scenario
 
@@ -22,8 +22,6 @@ COMPOSITIONS = 12
 SEEDS = 2
 ROUNDS = 9
 _ARRANGED = 3  # seeds of arrangements that attention and experts are tried with
-_PROBED: dict[tuple[Any, ...], Any] = {}
-"""What was probed in this process, by all that decides it."""
 
 OnStep = Callable[[str, int, int], None]
 """``on_step(what, done, total)``."""
@@ -108,8 +106,9 @@ def invariant(
     the batches whose decode step is timed beside the model as it is. Everything is undone at the block's end.
 
     Raises KernelsNotPinned where nothing holds, or a composition differs: it names the composition, the site and the row; PolicyUnusable for
-    a policy that is none, EngineUnusable for a model that cannot be pinned.
+    a policy that is none, or numbers that are none of compositions and batches, EngineUnusable for a model that cannot be pinned.
     """
+    _refuse_other_numbers(compositions, price, seed)
     with _invariant(
         _engine(model),
         policy,
@@ -189,7 +188,7 @@ def find_pins(
 
 def _by_rows(pinning: Pinnable, group: SiteGroup, policy: str) -> PinnedGroup:
     wanted = pinning.sizes(group, sorted({*SIZES, size_of(policy)}))
-    probes = [_probed(target, wanted) for target in pinning.targets(group)]
+    probes = [probe(target, rows=wanted, seeds=SEEDS, timed=False) for target in pinning.targets(group)]
     sets = agreeing(probes[0])
     whole = all(len(each.classes) == 1 and each.invariant for each in probes)
     if policy == AUTO:
@@ -243,17 +242,6 @@ def _arranged(pinning: Pinnable, group: SiteGroup, policy: str, seed: int) -> Pi
     )
 
 
-def _probed(target: Any, sizes: Sequence[int]) -> Probe:
-    key = (type(target), target.on, target.key, tuple(sizes)) if hasattr(target, "key") else None
-    found = None if key is None else _PROBED.get(key)
-    if found is None:
-        found = probe(target, rows=sizes, seeds=SEEDS, timed=False)
-        if key is not None:
-            _PROBED[key] = found
-    made: Probe = found
-    return made
-
-
 def _timed(target: Any, sizes: Sequence[int]) -> Mapping[int, float]:
     from detdiff.probe.measures import measure
     from detdiff.probe.sweep import RowContent
@@ -278,6 +266,23 @@ def _priced(
 
 def _step(on_step: OnStep | None, what: str) -> Callable[[int, int], None] | None:
     return None if on_step is None else lambda done, total: on_step(what, done, total)
+
+
+def _refuse_other_numbers(compositions: Any, price: Any, seed: Any) -> None:
+    """Raises PolicyUnusable."""
+    batches = price if isinstance(price, Sequence) and not isinstance(price, str) else None
+    wrong = [
+        f"compositions={compositions!r}" if type(compositions) is not int or compositions < 0 else "",
+        f"price={price!r}"
+        if batches is None or any(type(each) is not int or each < 1 for each in batches)
+        else "",
+        f"seed={seed!r}" if type(seed) is not int or seed < 0 else "",
+    ]
+    if any(wrong):
+        raise PolicyUnusable(
+            f"detdiff.invariant was given {' and '.join(filter(None, wrong))}; expected a number of compositions and a seed from 0 on, and a "
+            "sequence of batches from 1 on, such as price=(1, 8), or () for none. Correct it."
+        )
 
 
 def _engine(model: Any) -> Engine:
