@@ -167,7 +167,7 @@ def size_of(policy: str) -> int:
     """The N of a policy's name, 1 where it has none. Raises PolicyUnusable for a name that is none."""
     if policy in (AUTO, NATIVE, "rows"):
         return 1
-    found = _NAMED.fullmatch(policy) if isinstance(policy, str) else None
+    found = _NAMED.fullmatch(str(policy))
     if found is None or not 1 <= int(found[2]) <= 256:
         raise PolicyUnusable(
             f"The policy {policy!r} is none that pins kernels; expected auto, or rows, pad:N, tile:N, split_rows:N with N from 1 to 256, "
