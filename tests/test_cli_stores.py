@@ -108,6 +108,17 @@ def test_explain_and_force_tokens_from_an_address(pair: str, tmp_path: Path) -> 
     assert refused.exit_code == 2 and "exists" in refused.output
 
 
+@pytest.mark.thorough
+def test_reduce_from_an_address(pair: str, tmp_path: Path) -> None:
+    """One pair that is tried shows that both traces were read; that they are smaller in the end, tests/reduce shows."""
+    made = run(
+        "reduce", f"{pair}/a", f"{pair}/b", "-o", tmp_path / "smaller", "--budget", 1, "--no-twin", "--json"
+    )
+    assert made.exit_code == 0, made.output
+    kinds = [Scenario.from_toml(tmp_path / "smaller" / f"{name}.toml").schedule.kind for name in ("a", "b")]
+    assert kinds == ["serial", "continuous"]
+
+
 def test_what_is_not_at_an_address_is_told(pair: str) -> None:
     for command in (("show", f"{pair}/c"), ("compare", f"{pair}/a", f"{pair}/c")):
         refused = run(*command)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from detdiff.errors import CommandError
+from detdiff.errors import CommandError, SweepFolderUnusable
 from detdiff.report.index import index_html, index_text
 from detdiff.report.index import summary as counted
 from detdiff.sweep.cells import SweepFolder, memory_of, put
@@ -24,6 +25,8 @@ from detdiff.sweep.summary import (
 )
 
 _SHOWN = 40
+_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/", re.ASCII)
+"""A path has one slash of an address's two."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,11 @@ def swept(asked: SweepArguments, on_step: OnStep | None = None) -> tuple[SweepSu
     Raises GridUnusable, SweepFolderUnusable, Interrupted, CommandError, and what reading the grid and starting workers raise.
     """
     sweep = read_grid(asked.grid)
+    if _ADDRESS.match(str(asked.folder)):
+        raise SweepFolderUnusable(
+            f"{asked.folder} is an address, and a sweep keeps its files in a folder of this machine; expected one. Name a folder, and copy it "
+            "there when the sweep has ended."
+        )
     folder = SweepFolder(asked.folder.resolve())
     if asked.against is not None and asked.against.resolve() == folder.path:
         raise CommandError(

@@ -91,9 +91,9 @@ class SweepFolder:
         return self.path / FAILURES / f"{name}.json"
 
     def recorded(self, name: str, scenario: Scenario) -> bool:
-        """Whether the whole trace of this scenario is there."""
+        """Whether the whole trace of this scenario is there, by its checksums."""
         try:
-            trace = Trace.open(self.trace(name))
+            trace = Trace.open(self.trace(name), checked=True)
         except (TraceError, OSError):
             return False
         return trace.complete and trace.scenario == scenario.to_dict()

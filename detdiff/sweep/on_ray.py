@@ -108,6 +108,8 @@ class RayWorkers:
         if self._refused:
             found, self._refused = self._refused, []
             return found
+        if not self._running:
+            return []
         ended, _ = self._ray.wait(list(self._running), num_returns=1)
         made: list[tuple[Task, TaskResult | None]] = []
         for each in ended:

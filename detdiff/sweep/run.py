@@ -52,7 +52,7 @@ class Workers(Protocol):
         """What a free slot has opened already, as ``Task.engine`` says it."""
 
     def finished(self) -> Sequence[tuple[Task, TaskResult | None]]:
-        """Wait until a task at least has ended; None for one whose worker was lost."""
+        """Wait until a task at least has ended; None for one whose worker was lost. Empty where no task runs."""
 
     def close(self, now: bool) -> None:
         """End all workers, with ``now`` whatever they do."""
@@ -175,7 +175,11 @@ class SweepRun:
                         self._fill(agenda, workers)
                     if not self._running:
                         break
-                    for task, result in workers.finished():
+                    ended = workers.finished()
+                    if not ended:
+                        # Ctrl-C came between a worker and what counts it.
+                        break
+                    for task, result in ended:
                         self._running -= 1
                         if result is None and lost.get(task.name, 0) < self.retries and not interrupted:
                             lost[task.name] = lost.get(task.name, 0) + 1

@@ -98,6 +98,24 @@ def test_a_sharded_model_differs_by_rounding_from_the_first_all_reduce_on(pairs:
     assert "were not judged" in verdict.sentence
 
 
+@pytest.mark.real_model
+@only_in_full("SmolLM2 over three processes takes a minute or more")
+def test_smollm2_over_three_processes_differs_by_rounding(smollm2_bf16: Path) -> None:
+    """It has 9 and 3 heads, so that two processes cannot have it."""
+    request = Request("r0", tokens=(504, 3575, 282, 4649), max_tokens=2, ignore_stop=True)
+    whole = Scenario(str(smollm2_bf16), (request,), Schedule("serial"))
+    sharded = replace(whole, engine_settings={"processes": 3})
+    engine = open_engine(sharded)
+    assert isinstance(engine, ShardedEngine)
+    try:
+        verdict = judge(Case.of(whole, sharded, engine=(open_engine(whole), engine)))
+    finally:
+        engine.close()
+    assert (verdict.kind, verdict.rule) == ("numerics", "ranks"), verdict.sentence
+    assert verdict.divergence is not None and verdict.divergence.requests[0].origin is not None
+    assert verdict.divergence.requests[0].origin.site == "layers.0.self_attn.o_proj"
+
+
 def _fault(kind: str, pair: Pair, seed: int) -> tuple[Any, dict[str, Any]]:
     """A fault at a place that the seed chooses, and what is to be said of it."""
     rng = random.Random(f"{kind}-{seed}")
@@ -134,7 +152,7 @@ SEEDS = range(10 if FULL else 1)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("kind", some_now(KINDS, 0, 3))
+@pytest.mark.parametrize("kind", some_now(KINDS, 0))
 @pytest.mark.parametrize("name", ("llama", "qwen3", "qwen3_moe") if FULL else ("llama",))
 def test_a_fault_of_one_process_is_a_bug_at_its_process_site_and_position(
     pairs: Any, name: str, kind: str, seed: int
@@ -160,6 +178,7 @@ def test_a_fault_of_one_process_is_a_bug_at_its_process_site_and_position(
     assert f"{expected['site']} of process {expected['ranks'][0]}, position 0 of r0" in verdict.sentence
 
 
+@pytest.mark.thorough
 def test_values_and_digests_of_parts_are_those_of_whole_rows(pairs: Any, tmp_path: Path) -> None:
     pair = pairs("llama")
     a, b = (replace(each, capture=Capture(level="full")) for each in pair.scenarios(2))

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
+from detdiff.commands import sweep as command
 from detdiff.commands.sweep import SweepArguments, swept
+from detdiff.sweep import cells
+from detdiff.sweep.cells import SweepFolder, Task, TaskResult, run_task
 from detdiff.sweep.summary import SweepSummary
 
 SMALL = """
@@ -62,6 +67,35 @@ def grid(folder: Path, axes: str = OFF, pairs: str = "", engine: str = "") -> Pa
 def run(path: Path, folder: Path, jobs: int = 1, **more: object) -> SweepSummary:
     """A sweep by processes."""
     return swept(SweepArguments(path, folder, jobs=jobs, **more))[0]  # type: ignore[arg-type]
+
+
+class HereAndNow:
+    """A worker that is this process: what a sweep makes of answers needs no other, which takes seconds to start."""
+
+    slots = 1
+
+    def __init__(self, folder: SweepFolder) -> None:
+        self._folder = folder
+        self._ended: list[tuple[Task, TaskResult | None]] = []
+
+    def open_engine(self) -> str | None:
+        return None if self._ended else ""
+
+    def start(self, task: Task) -> None:
+        self._ended.append((task, run_task(task, self._folder.path)))
+
+    def finished(self) -> list[tuple[Task, TaskResult | None]]:
+        ended, self._ended = self._ended, []
+        return ended
+
+    def close(self, now: bool) -> None:
+        self._ended.clear()
+
+
+def run_here(patch: pytest.MonkeyPatch, worker: type[HereAndNow] = HereAndNow) -> None:
+    """Have sweeps run their cells in this process."""
+    patch.setattr(cells, "_ENGINES", [])
+    patch.setattr(command, "_workers", lambda asked, sweep, folder: worker(folder))
 
 
 def differing(a: Path, b: Path) -> list[str]:

@@ -37,6 +37,20 @@ def test_cells_are_all_combinations_and_are_paired_with_the_baseline(tmp_path: P
     assert list(sweep.recordings) == [cell.name for cell in sweep.cells]
 
 
+def test_the_grid_of_the_page_makes_the_pairs_that_the_page_tells_of(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs/sweeps.md").read_text(encoding="utf-8")
+    (tmp_path / "prompts.txt").write_text("In the beginning\nMy son\n")
+    sweep = swept(tmp_path, page.partition("```toml\n")[2].partition("```")[0], "")
+    # 2 layouts, 4 schedules, 2 plans with native kernels, and packed ones with the other profile.
+    assert len(sweep.cells) == 2 * 4 * 2 + 4 * 2
+    assert not any(
+        cell.labels["layout"] == "padded" and cell.labels["kernels"] == "candle-metal" for cell in sweep.cells
+    )
+    along = [pair for pair in sweep.pairs if pair.along]
+    assert {pair.along for pair in along} == {"kernels"} and len(along) == 4 * 2
+    assert len(sweep.pairs) - len(along) == 24 - 6 and sweep.how.verdict == "different"
+
+
 def test_a_baseline_that_names_one_cell_is_compared_with_all_others(tmp_path: Path) -> None:
     sweep = swept(
         tmp_path,

@@ -16,7 +16,7 @@ from xml.etree import ElementTree
 import pytest
 from command_line import heard_again
 from command_line import run as command
-from grids import BUILT_IN, OFF, differing, grid, kept, run
+from grids import BUILT_IN, OFF, HereAndNow, differing, grid, kept, run, run_here
 from tiers import only_in_full
 
 from detdiff.commands import sides
@@ -26,7 +26,7 @@ from detdiff.engines.registry import open_engine
 from detdiff.errors import CommandError, Interrupted, SweepFolderUnusable
 from detdiff.scenario import Scenario
 from detdiff.sweep import cells
-from detdiff.sweep.cells import RecordTask, SweepFolder, run_task
+from detdiff.sweep.cells import RecordTask, SweepFolder, Task, TaskResult, run_task
 from detdiff.sweep.grid import read_grid
 from detdiff.sweep.run import Agenda, only_one
 
@@ -90,7 +90,8 @@ def test_processes_give_the_same_bytes_however_many_and_an_interrupt_loses_nothi
     assert (tmp_path / "two/times.jsonl").read_text() == again
 
 
-def test_an_answer_that_is_not_whole_is_made_again(tmp_path: Path) -> None:
+def test_an_answer_that_is_not_whole_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_here(monkeypatch)
     path = grid(tmp_path, '"engine.off" = [true, 1, 2, 3, 4, 5]\nschedule = ["serial", "static"]')
     run(path, tmp_path / "out")
     before = kept(tmp_path / "out")
@@ -115,6 +116,7 @@ def test_an_answer_that_is_not_whole_is_made_again(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.thorough
 def test_a_worker_that_is_killed_costs_one_cells_work(tmp_path: Path) -> None:
     marker = tmp_path / "marker"
     path = grid(tmp_path, OFF, engine=f"killed_once = {json.dumps(str(marker))}")
@@ -203,7 +205,76 @@ def test_a_disk_that_is_full_is_told_and_room_makes_the_sweep_whole(tmp_path: Pa
     assert run(path, tmp_path / "out").entries[0].kind == "identical"
 
 
-def test_what_is_new_since_the_sweep_before_is_said(tmp_path: Path) -> None:
+@pytest.mark.parametrize("damage", ("lost", "truncated", "changed"))
+def test_a_trace_that_is_damaged_is_told_in_its_cell_and_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    """Between its recording and its comparison."""
+    run_here(monkeypatch)
+    shard = tmp_path / "out/traces/engine.off=true,schedule=serial/shard-00000.safetensors"
+    done: list[str] = []
+
+    def damaged(step: object) -> None:
+        if done or not shard.exists():
+            return
+        done.append(damage)
+        raw = bytearray(shard.read_bytes())
+        raw[-1] ^= 1
+        if damage == "lost":
+            shard.unlink()
+        else:
+            shard.write_bytes(raw if damage == "changed" else raw[:-8])
+
+    asked = SweepArguments(grid(tmp_path, OFF), tmp_path / "out")
+    found, _ = swept(asked, damaged)
+    assert [each.kind for each in found.entries] == ["identical", "failed"] and done
+    said = found.entries[1].headline
+    assert "traces/engine.off=true,schedule=serial" in said and "shard-00000" in said, said
+    assert str(tmp_path) not in said
+    # Its recording is made again, and nothing else.
+    times = tmp_path / "out/times.jsonl"
+    times.unlink()
+    assert [each.kind for each in swept(asked)[0].entries] == ["identical", "different"]
+    assert [json.loads(line)["task"] for line in times.read_text().splitlines()] == [
+        "record engine.off=true,schedule=serial",
+        "compare engine.off=true,schedule=static",
+    ]
+
+
+@pytest.mark.parametrize("when", ("before", "after"))
+def test_an_interrupt_while_a_worker_is_told_what_to_do_ends_the_sweep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """What a worker was to do, or had done, is not counted then, and not waited for."""
+    asked: list[str] = []
+
+    class Interrupting(HereAndNow):
+        def start(self, task: Task) -> None:
+            asked.append(task.name)
+            assert len(asked) < 9
+            if len(asked) == 3 and when == "before":
+                raise KeyboardInterrupt
+            super().start(task)
+
+        def finished(self) -> list[tuple[Task, TaskResult | None]]:
+            ended = super().finished()
+            if len(asked) == 3 and when == "after" and ended:
+                raise KeyboardInterrupt
+            return ended
+
+    run_here(monkeypatch, Interrupting)
+    path = grid(tmp_path, OFF)
+    with pytest.raises(Interrupted, match="0 of 2 pairs have their answers"):
+        swept(SweepArguments(path, tmp_path / "out"))
+    run_here(monkeypatch)
+    assert [each.kind for each in swept(SweepArguments(path, tmp_path / "out"))[0].entries] == [
+        "identical",
+        "different",
+    ]
+
+
+def test_what_is_new_since_the_sweep_before_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_here(monkeypatch)
     first = grid(tmp_path, '"engine.off" = [false, "flips"]\nschedule = ["serial", "static"]')
     run(first, tmp_path / "first", jobs=1)
     shutil.copytree(tmp_path / "first", tmp_path / "second")
@@ -264,13 +335,21 @@ def test_two_sweeps_do_not_share_a_folder(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(SweepFolderUnusable, match="cannot be a sweep's folder"):
         run(path, tmp_path / "file")
+    with pytest.raises(SweepFolderUnusable, match="is an address"):
+        run(path, Path("s3://bucket/sweep"))
 
 
-def test_cells_that_are_one_run_are_inconclusive(tmp_path: Path) -> None:
+def test_cells_that_are_one_run_are_inconclusive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_here(monkeypatch)
     axes = 'how = {none = "", same = "max_tokens=1"}\nschedule = ["serial", "static"]'
     found = run(grid(tmp_path, axes, "along = 'how'"), tmp_path / "out")
     assert [each.kind for each in found.entries] == ["identical", "identical", "inconclusive", "inconclusive"]
     assert found.exit_code == 3 and "are the same run" in found.entries[2].headline
+
+
+def by_two(path: Path, folder: Path) -> list[str]:
+    """The command by two processes."""
+    return [sys.executable, *f"-m detdiff.cli sweep {path} -o {folder} --jobs 2".split()]
 
 
 @pytest.mark.thorough
@@ -280,19 +359,8 @@ def test_ctrl_c_twice_ends_the_command_at_once_and_leaves_no_process(tmp_path: P
         f'"engine.off" = [false, true]\n{SCHEDULES}',
         engine=f"sleeps = {json.dumps(str(tmp_path / 'asleep'))}",
     )
-    words = [
-        sys.executable,
-        "-m",
-        "detdiff.cli",
-        "sweep",
-        str(path),
-        "-o",
-        str(tmp_path / "out"),
-        "--jobs",
-        "2",
-    ]
     started = subprocess.Popen(
-        words,
+        by_two(path, tmp_path / "out"),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -346,18 +414,7 @@ def test_64_cells_give_the_same_bytes_by_one_two_and_interrupted_processes(tmp_p
     run(path, tmp_path / "one", jobs=1)
     run(path, tmp_path / "two", jobs=2)
     assert differing(tmp_path / "two", tmp_path / "one") == []
-    words = [
-        sys.executable,
-        "-m",
-        "detdiff.cli",
-        "sweep",
-        str(path),
-        "-o",
-        str(tmp_path / "cut"),
-        "--jobs",
-        "2",
-    ]
-    started = subprocess.Popen(words, stderr=subprocess.PIPE, start_new_session=True)
+    started = subprocess.Popen(by_two(path, tmp_path / "cut"), stderr=subprocess.PIPE, start_new_session=True)
     while len(list((tmp_path / "cut/traces").glob("[!.]*"))) < 23 and started.poll() is None:
         time.sleep(0.05)
     os.killpg(started.pid, signal.SIGKILL)
