@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from command_line import run
+from tiers import only_in_full
 
 pytestmark = pytest.mark.thorough
 
@@ -67,7 +68,7 @@ def _named(answer: dict[str, Any], profile: str, expected: tuple[set[str], set[s
 @pytest.mark.parametrize(
     "profile",
     [
-        pytest.param(name, marks=() if place == 0 else pytest.mark.thorough)
+        pytest.param(name, marks=() if place == 1 else only_in_full("the same weights, other kernels"))
         for place, name in enumerate(QUANTISED)
     ],
 )

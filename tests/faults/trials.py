@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from fault_case import Expected, Trial
-from tiers import THOROUGH
+from tiers import FULL, THOROUGH
 
 from detdiff.compare import Divergence, RequestDivergence, compare
 from detdiff.engines.mlx.engine import RecordOptions, record
 from detdiff.trace import Trace
 
-SEEDS = range(10) if THOROUGH else range(1)
+SEEDS = range(10) if FULL else range(5) if THOROUGH else range(1)
 
 
 class Recorded:

@@ -15,7 +15,7 @@ import pytest
 from llama_fault_cases import CASES, JOINED, LATER, LENGTHS, TOKENS, LlamaTrial, is_attention
 from llama_faults import NodeFault, Rows, Tensor, decoding, has
 from models import need_llama, tiny_gguf
-from tiers import some_now
+from tiers import FULL, some_now
 from windowed_model import WINDOW, windowed_gguf
 
 from detdiff.compare import RequestDivergence
@@ -24,7 +24,7 @@ from detdiff.explain.case import Case
 from detdiff.explain.investigate import judge
 from detdiff.scenario import Request, Scenario, Schedule
 
-SEEDS = range(6)
+SEEDS = range(6 if FULL else 3)
 Engine = object
 Opened = Callable[[int, bool], Engine]
 
