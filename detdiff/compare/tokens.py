@@ -129,9 +129,9 @@ class RequestPair:
             return None
         x, y = a.top_logits[step, i], b.top_logits[step, j]
         differs = np.flatnonzero(x.view(np.uint32) != y.view(np.uint32))
-        if not len(differs):
-            return ScoreDifference(len(step), 0, None, None, None, None, 0.0, 0, _dtype(x, y))
         dtype = self.scored_in or _dtype(x, y)
+        if not len(differs):
+            return ScoreDifference(len(step), 0, None, None, None, None, 0.0, 0, dtype)
         found = measure(_in_dtype(x, dtype), _in_dtype(y, dtype))
         # Log-probabilities are finer than the logits that they were made of.
         whole = measure(Values(x, "F32"), Values(y, "F32")) if self.scored_in else found
