@@ -14,8 +14,8 @@ from value_cases import VALUES
 
 from detdiff.explain import DECIDING, Verdict, explain
 
-SEEDS = range(10) if FULL else (3, pytest.param(4, marks=pytest.mark.thorough))
-"""A sample of what `python tools/verdict_matrix.py` runs: some of its ten seeds, those without the longest texts.
+SEEDS = range(10) if FULL else (3,)
+"""A sample of what `python tools/verdict_matrix.py` runs: one of its ten seeds, without the longest texts.
 DETDIFF_TEST_FULL=1 runs all."""
 
 
@@ -110,9 +110,10 @@ def check_columns(trial: Trial, verdict: Verdict) -> None:
 
 
 def check_head(trial: Trial, verdict: Verdict) -> None:
-    assert verdict.rule == "outside"
+    # The runs quantise their caches at other positions, so that each side's attention is judged by its own call.
+    assert verdict.rule == "quantised-attention", verdict.sentence
     assert f"{trial.expected.site} (attention, head {trial.expected.head})" in verdict.sentence
-    assert "M = 4" in verdict.sentence
+    assert f"position {trial.expected.position}" in verdict.sentence
 
 
 def check_chunk(trial: Trial, verdict: Verdict) -> None:
@@ -173,10 +174,6 @@ CHECKS: dict[int, Callable[[Trial, Verdict], None]] = {
 }
 
 
-COSTLY = (1, 3, 8)
-"""Those of many tokens, for which DETDIFF_TEST_FULL=1 has a second seed."""
-
-
 @pytest.mark.parametrize("seed", SEEDS)
 # In the first tier a case a kind of verdict; `test_verdict_rules.py` has each rule, and the tests of the cases each fault.
 @pytest.mark.parametrize(
@@ -184,8 +181,6 @@ COSTLY = (1, 3, 8)
     some_now(CHECKS, *(n for n, number in enumerate(CHECKS) if number in (6, 9, 13, 15, 18, 20))),
 )
 def test_verdict(number: int, seed: int) -> None:
-    if number in COSTLY and seed == 4 and not FULL:
-        pytest.skip("set DETDIFF_TEST_FULL=1: another seed of a costly case")
     trial, verdict = explained(number, seed)
     assert verdict.kind == CASES[number].verdict, verdict.sentence
     assert any(each.decided for each in verdict.evidence) or verdict.kind == "undetermined"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from cases import CASES
 from crowded import crowded, reduced
-from tiers import some_now
+from tiers import only_in_full, some_now
 from trials import Recorded
 
 from detdiff.compare import Divergence
@@ -36,7 +36,16 @@ def first_site(divergence: Divergence | None) -> str | None:
     return None if first.origin is None else first.origin.site
 
 
-@pytest.mark.parametrize("name", some_now(INJECTED, list(INJECTED).index("shared-position")))
+LONGEST = ("ring-too-short", "quantised-later", "narrow-sums")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *some_now([name for name in INJECTED if name not in LONGEST], 5),
+        *(pytest.param(name, marks=only_in_full("the longest of ten cases")) for name in LONGEST),
+    ],
+)
 def test_a_quarter_of_the_rows_or_less_parts_in_the_same_way(
     name: str, tmp_path: Path, recorded: Recorded
 ) -> None:
