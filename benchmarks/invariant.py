@@ -15,7 +15,7 @@ COMPOSITIONS = 20
 
 def run() -> list[dict[str, Any]]:
     """A row for each engine, model and batch. Raises what loading the models raises."""
-    real = smollm2("packed-bf16")
+    real = smollm2("bf16")
     return [
         *_rows("mlx", "builtin", load("builtin")),
         *_rows("mlx", "SmolLM2 bf16", real),

@@ -8,18 +8,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
+import numpy as np
+
 from detdiff.engines.base import INVARIANCE, Engine
 from detdiff.engines.registry import as_engine, find_factory
 from detdiff.errors import EngineUnusable, KernelsNotPinned, PolicyUnusable
-from detdiff.probe.run import Probe, probe
+from detdiff.probe.operation import ProbeTarget
 from detdiff.scenario import KernelPlan, Scenario
 
 from .compositions import CheckedCompositions, check
 from .pinning import Pinnable, PinsKernels, SiteGroup, SitePolicy
 from .policies import AUTO, DECODE, NATIVE, SIZES, RowPolicy, cheapest, named, size_of
+from .sampled import SampledSizes, sample
 
 COMPOSITIONS = 12
-SEEDS = 2
 ROUNDS = 9
 _ARRANGED = 3  # seeds of arrangements that attention and experts are tried with
 
@@ -188,13 +190,14 @@ def find_pins(
 
 def _by_rows(pinning: Pinnable, group: SiteGroup, policy: str) -> PinnedGroup:
     wanted = pinning.sizes(group, sorted({*SIZES, size_of(policy)}))
-    probes = [probe(target, rows=wanted, seeds=SEEDS, timed=False) for target in pinning.targets(group)]
-    sets = agreeing(probes[0])
-    whole = all(len(each.classes) == 1 and each.invariant for each in probes)
+    targets = pinning.targets(group)
+    found = [_sampled(target, wanted) for target in targets]
+    sets = found[0].sets
+    whole = all(each.whole for each in found)
     if policy == AUTO:
         seconds = None
         if len(sets) > 1 and not pinning.priced:
-            timed = _timed(pinning.targets(group)[0], wanted)
+            timed = _timed(targets[0], wanted)
             seconds = {size: timed[size] for size in wanted}
         chosen = cheapest(sets, seconds)
         if chosen is None:
@@ -217,12 +220,6 @@ def _by_rows(pinning: Pinnable, group: SiteGroup, policy: str) -> PinnedGroup:
     )
 
 
-def agreeing(probe: Probe) -> list[frozenset[int]]:
-    """Sets of sizes of a call that give a row the same bits, at every place and beside any rows, that of one row first."""
-    wrong = {found.rows for found in (*probe.position, *probe.neighbours, *probe.repeat)}
-    return [sizes for sizes in (frozenset(each) - wrong for each in probe.classes) if sizes]
-
-
 def _arranged(pinning: Pinnable, group: SiteGroup, policy: str, seed: int) -> PinnedGroup:
     """Attention and experts follow no policy for rows but ``rows``: the first path that holds in drawn arrangements."""
     paths = pinning.paths(group)
@@ -240,6 +237,12 @@ def _arranged(pinning: Pinnable, group: SiteGroup, policy: str, seed: int) -> Pi
         f"No policy makes a row's bits depend on the row alone at {group}: {'; '.join(reasons)}. Expected rows that are the same alone and "
         "together on one of these paths. Serve requests one at a time, or take another attention."
     )
+
+
+def _sampled(target: ProbeTarget, sizes: Sequence[int]) -> SampledSizes:
+    operation = target.operation(0)
+    one = operation.read(operation.run(operation.given(np.zeros((1, operation.k), np.float32))), 1)
+    return sample(operation, sizes, one.data.shape[1])
 
 
 def _timed(target: Any, sizes: Sequence[int]) -> Mapping[int, float]:

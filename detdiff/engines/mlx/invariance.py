@@ -27,7 +27,7 @@ from detdiff.scenario import KernelPlan, PathRule
 from .model import LoadedModel
 from .probe_operations import AS_LINEAR, ShapeSites, shapes_of
 
-_WORK = 4 << 30  # products of one call in a probe at most
+_WORK = 1 << 30  # products of one call in a probe at most
 _ATTENTION = "attention"
 _CONTEXT = 32  # positions that stand in the caches before a step is timed
 

@@ -25,7 +25,7 @@ from .linear_sites import TorchLinear, is_linear
 from .sites import replaced
 from .taps import Attention, attention_as, experts, implementations, row_by_row
 
-_WORK = 4 << 30  # products of one call in a probe at most
+_WORK = 1 << 30  # products of one call in a probe at most
 _CONTEXT = 32  # positions that stand in the caches before a step is timed
 _TOKENS = 24  # of the forward whose experts' rows are tried
 
