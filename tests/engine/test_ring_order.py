@@ -7,13 +7,10 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.models.cache import BatchRotatingKVCache
 from runs import Runs, bits, digests, events, model, scenario, values
 from tiers import some_now
 
 from detdiff.compare import compare
-from detdiff.engines.mlx.taps import ledgers
-from detdiff.engines.mlx.taps.ledgers import Ledgers
 from detdiff.trace import Trace
 
 SLIDING = (0, 1, 3, 4)  # of the tiny gemma3: sliding_window_pattern 3, window 16
@@ -107,33 +104,16 @@ def test_a_prompt_in_chunks_changes_a_state_space_scan(runs: Runs, fmt: str) -> 
         assert compare(chunked, again).identical
 
 
-def test_a_ring_is_searched_once_and_then_followed(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each step puts one entry over the oldest: where the others lie is known, and an entry that changed is looked for anew."""
-    of, searched = model("gemma3_text"), Ledgers._searched
-    calls: list[int] = []
+# Requests that join others whose windows have wrapped, one of a single token among them, in the order of a batch's slots.
+JOINING = ((16, 1, 6, 23, 12), (4, 3, 4, 2, 2))
 
-    def counted(self: Any, call: Any, segment: Any, *rest: Any) -> Any:
-        calls.append(segment.start)
-        return searched(self, call, segment, *rest)
 
-    monkeypatch.setattr(Ledgers, "_searched", counted)
-    asked = scenario("static", lengths=(20, 9), max_tokens=30)
-    followed = runs.record(of, asked)
-    few = len(calls)
-    with monkeypatch.context() as patched:
-        patched.setattr(ledgers, "_as_before", lambda *_: None)
-        patched.setattr(ledgers, "_next", lambda lay, new, length: new)
-        plain = runs.record(of, asked)
-    assert few < len(calls) - few and len(calls) - few > 100
-    assert digests(followed) == digests(plain) and events(followed) == events(plain) == []
-    assert [line["caches"] for line in followed.forwards()] == [line["caches"] for line in plain.forwards()]
-    native = BatchRotatingKVCache.update_and_fetch
-
-    def lost(self: Any, keys: mx.array, values: mx.array) -> Any:
-        if int(self.offset[0]) == 30:
-            self.keys[0, :, 3] = 0
-        return native(self, keys, values)
-
-    monkeypatch.setattr(BatchRotatingKVCache, "update_and_fetch", lost)
-    changed = runs.record(of, asked)
-    assert {event["kind"] for event in events(changed)} >= {"cache_changed"}
+@pytest.mark.parametrize("lengths", [JOINING[0], (1, 23, 1, 12, 6)])
+def test_who_joins_a_batch_of_rings_reads_what_it_would_alone(runs: Runs, lengths: tuple[int, ...]) -> None:
+    of, keys = model("gemma3_text", "bf16"), {"lengths": lengths, "prefill_chunk": 8, "max_tokens": 6}
+    alone = runs.record(of, scenario(**keys))
+    joined = runs.record(of, scenario("continuous", arrivals=JOINING[1], **keys))
+    found = compare(alone, joined)
+    assert found.stage in (None, "bits") and not found.bookkeeping
+    assert not any(count.kind == "cache_read" for request in found.requests for count in request.origins)
+    assert events(joined) == []

@@ -224,7 +224,7 @@ class Ledgers:
         )
         positions[(positions < 0) | (positions >= segment.start + segment.count)] = -1
         new = np.arange(segment.count, dtype=np.int64) + (len(found) - call.columns + before)
-        rows, new = _stored(digests, segment, slot, (new, _next(entries.lay, new, len(found))), heads)
+        rows, new = _stored(digests, segment, slot, new, heads)
         entries.write(segment.start, rows, heads)
         if digests.parts > entries.parts > 0:
             # Quantising stores older entries anew: from now on that is what was written.
@@ -241,13 +241,7 @@ class Ledgers:
         sums = None
         if entries.lay is None or entries.lay.temporal or len(entries.lay.positions) != len(found):
             sums = fold_entries(found, placed.positions, entries.written, weights)
-            if sums.number:
-                sums = None
-        elif (likely := _as_before(entries.lay, segment, placed)) is not None:
-            # A ring in which only the new entries are other ones, as each step leaves it.
-            sums = fold_entries(found, likely.positions, entries.written, weights)
-            sums, placed = (None, placed) if sums.number else (sums, likely)
-        if sums is None:
+        if sums is None or sums.number:
             placed = self._searched(call, segment, entries, found, placed)
             sums = fold_entries(found, placed.positions, entries.written, weights)
         entries.lay = placed
@@ -311,37 +305,17 @@ class Ledgers:
         return None
 
 
-def _next(lay: _Placed | None, new: Int64, length: int) -> Int64:
-    """The columns of a ring that come after those written last."""
-    if lay is None or lay.temporal or not length:
-        return new
-    return (int(lay.new[-1]) + 1 + np.arange(len(new), dtype=np.int64)) % length
-
-
-def _as_before(lay: _Placed, segment: Segment, placed: _Placed) -> _Placed | None:
-    """Where entries lie if nothing moved since they were looked at but for the new ones; None where that cannot be."""
-    positions, end = lay.positions.copy(), segment.start + segment.count
-    if lay.whose or int(placed.new.min()) < 0 or int(placed.new.max()) >= len(positions):
-        return None
-    positions[placed.new] = np.arange(segment.start, end, dtype=np.int64)
-    alone = np.count_nonzero(positions >= segment.start) == segment.count
-    return _Placed(positions, placed.new, False, _NOBODYS) if alone else None
-
-
 def _stored(
-    digests: _CallDigests, segment: Segment, slot: int, likely: tuple[Int64, Int64], heads: UInt64
+    digests: _CallDigests, segment: Segment, slot: int, new: Int64, heads: UInt64
 ) -> tuple[UInt64, Int64]:
-    """What the rows of a segment wrote, uint64 [rows, heads], and the columns where it lies; ``likely`` are those where it
-    lies in most caches, and where it would in a ring."""
-    new, after = likely
+    """What the rows of a segment wrote, uint64 [rows, heads], and the columns where it lies; ``new`` are those where it
+    lies in most caches."""
     found, held, given = digests.returned(slot), digests.stored(slot), digests.given(slot, segment)
     inside = bool(new[0] >= 0 and new[-1] < len(held))
     if given is None:
         return (held[new] if inside else found[np.clip(new, 0, len(found) - 1)]), new
     if inside and np.array_equal(found[new], given):
         return given, new
-    if np.array_equal(found[after], given):
-        return given, after
     # What was given lies elsewhere, or something else was stored.
     place = {code: column for column, code in enumerate(_codes(found, heads).tolist())}
     kept = set(_codes(held, heads).tolist())
