@@ -115,6 +115,6 @@ def test_64_cells_give_the_same_bytes_on_a_cluster(tmp_path: Path, cluster: str)
     path = tmp_path / "grid.toml"
     schedules = '["serial", "static", "static:2", "continuous"]'
     path.write_text(BUILT_IN.format(tokens=6, schedules=schedules, chunks="[3, 4, 8, 16]", pairs=""))
-    run(path, tmp_path / "processes", jobs=2)
+    run(path, tmp_path / "processes", jobs=2, imports=("sweep_engine",))
     on_ray(path, tmp_path / "ray", cluster)
     assert differing(tmp_path / "ray", tmp_path / "processes") == []
