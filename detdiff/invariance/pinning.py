@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any, Protocol
 
 from detdiff.probe.operation import ProbeTarget
@@ -78,3 +79,34 @@ class PinsKernels(Protocol):
 
     def pinning(self, kernels: KernelPlan) -> Pinnable:
         """Its model, whose kernels can be pinned; ``kernels`` is what runs it otherwise."""
+
+
+def paired_seconds(
+    native: Callable[[], Any],
+    held: Callable[[], Any],
+    pinned: Callable[[], AbstractContextManager[Any]],
+    rounds: int,
+) -> list[tuple[float, float]]:
+    """Seconds of ``native`` as the model is and of ``held`` within ``pinned``, for each round, in changing order after one that
+    warms up."""
+
+    def timed(step: Callable[[], Any]) -> float:
+        # Pins that were just put on, or taken off, make one call slow.
+        for _ in range(2):
+            start = perf_counter()
+            step()
+        return perf_counter() - start
+
+    def within() -> float:
+        with pinned():
+            return timed(held)
+
+    found = []
+    for turn in range(-1, rounds):
+        if turn % 2:
+            one, other = timed(native), within()
+        else:
+            other, one = within(), timed(native)
+        if turn >= 0:
+            found.append((one, other))
+    return found

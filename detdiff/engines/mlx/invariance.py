@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from time import perf_counter
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -19,7 +19,7 @@ from detdiff.engines.mlx.taps.kernel_plan import NATIVE, CallSite, name_of
 from detdiff.engines.mlx.taps.operations import ATTENTION_NAMES, Operations
 from detdiff.engines.mlx.taps.sites import Untouched, tapped, tapped_calls
 from detdiff.errors import EngineRefuses
-from detdiff.invariance.pinning import KEYS, Pins, SiteGroup
+from detdiff.invariance.pinning import KEYS, Pins, SiteGroup, paired_seconds
 from detdiff.invariance.policies import RowPolicy
 from detdiff.probe.operation import ONE_AFTER_THE_OTHER, ProbeTarget
 from detdiff.scenario import KernelPlan, PathRule
@@ -199,26 +199,11 @@ class MlxPinning:
         for cache in caches:
             mx.eval(model(prompt, cache=cache), [each.state for each in cache])
 
-        def step(cache: Any) -> float:
-            # Taps that were just put on, or taken off, make one call slow.
-            for _ in range(2):
-                start = perf_counter()
-                mx.eval(model(prompt[:, :1], cache=cache))
-            return perf_counter() - start
+        def step(cache: Any) -> None:
+            mx.eval(model(prompt[:, :1], cache=cache))
 
-        def pinned(cache: Any) -> float:
-            with self.pinned(pins):
-                return step(cache)
-
-        found = []
-        for turn in range(-1, rounds):
-            if turn % 2:
-                native, held = step(caches[0]), pinned(caches[1])
-            else:
-                held, native = pinned(caches[1]), step(caches[0])
-            if turn >= 0:  # the first one warms up
-                found.append((native, held))
-        return found
+        first, second = (partial(step, cache) for cache in caches)
+        return paired_seconds(first, second, lambda: self.pinned(pins), rounds)
 
 
 class _PinnedCalls(Untouched):

@@ -10,13 +10,13 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from time import perf_counter
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from detdiff.errors import KernelsNotPinned
-from detdiff.invariance.pinning import KEYS, Pins, SiteGroup
+from detdiff.invariance.pinning import KEYS, Pins, SiteGroup, paired_seconds
 from detdiff.invariance.policies import NATIVE, RowPolicy
 from detdiff.probe.operation import ProbedOperation, ProbeTarget
 from detdiff.scenario import KernelPlan
@@ -238,25 +238,11 @@ class TorchPinning:
             filled = getattr(model(input_ids=prompt, use_cache=True), named)
             caches = [copy.deepcopy(filled) for _ in range(2)]
 
-            def step(cache: Any) -> float:
-                for _ in range(2):  # the first one after pins were put on, or taken off, is slow
-                    start = perf_counter()
-                    model(input_ids=prompt[:, :1], use_cache=True, **{named: cache}).logits.sum().item()
-                return perf_counter() - start
+            def step(cache: Any) -> None:
+                model(input_ids=prompt[:, :1], use_cache=True, **{named: cache}).logits.sum().item()
 
-            def pinned(cache: Any) -> float:
-                with self.pinned(pins):
-                    return step(cache)
-
-            found = []
-            for turn in range(-1, rounds):
-                if turn % 2:
-                    native, held = step(caches[0]), pinned(caches[1])
-                else:
-                    held, native = pinned(caches[1]), step(caches[0])
-                if turn >= 0:
-                    found.append((native, held))
-        return found
+            first, second = (partial(step, cache) for cache in caches)
+            return paired_seconds(first, second, lambda: self.pinned(pins), rounds)
 
 
 def _tiled(torch: Any, module: Any, policy: RowPolicy) -> Callable[[Any], Any]:
