@@ -18,26 +18,7 @@ from typing import Any
 
 from detdiff.commands.sweep import SweepArguments, swept
 
-GRID = """
-model = "builtin"
-max_tokens = 24
-ignore_stop = true
-
-[[request]]
-prompt = "In the beginning God created"
-
-[[request]]
-prompt = "And the king said unto the people, Hear ye"
-
-[axes]
-layout = ["padded", "packed"]
-schedule = ["serial", "static", "static:2", "continuous"]
-kernels = ["native", "candle-metal"]
-prefill_chunk = [3, 4, 8, 16]
-
-[pairs]
-baseline = {schedule = "serial"}
-"""
+GRID = Path(__file__).with_suffix(".toml")
 ROUNDS = 3
 
 
@@ -67,8 +48,6 @@ def _cluster() -> Iterator[bool]:
 def run() -> list[dict[str, Any]]:
     """A row for each way; seconds are medians of the rounds."""
     with tempfile.TemporaryDirectory() as place, _cluster() as there:
-        grid = Path(place) / "grid.toml"
-        grid.write_text(GRID)
         ways: dict[str, dict[str, Any]] = {"--jobs 1": {"jobs": 1}, "--jobs 2": {"jobs": 2}}
         if there:
             ways["--ray"] = {"jobs": 2, "ray": "local"}
@@ -79,7 +58,7 @@ def run() -> list[dict[str, Any]]:
                     continue
                 folder = Path(place) / f"{way}{number}"
                 begun = perf_counter()
-                swept(SweepArguments(grid, folder, **options))
+                swept(SweepArguments(GRID, folder, **options))
                 if number >= 0:
                     seconds[way].append(perf_counter() - begun)
         median = {way: statistics.median(found) for way, found in seconds.items()}

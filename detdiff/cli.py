@@ -63,6 +63,20 @@ class TracePath(click.Path):
         return super().convert(value, param, ctx)
 
 
+class LocalPath(click.Path):
+    """A path that something is written to, which cannot be an address."""
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if isinstance(value, str) and ":/" in value:
+            from detdiff.trace import local
+
+            return local(value)
+        return super().convert(value, param, ctx)
+
+
 class Commands(click.Group):
     """Turns every error into one paragraph and an exit code."""
 
@@ -340,13 +354,13 @@ def record(
 @click.option(
     "--html",
     metavar="FILE",
-    type=click.Path(path_type=Path),
+    type=LocalPath(),
     help="Sum up all requests, as a page with that picture as well.",
 )
 @click.option(
     "--plot",
     metavar="SVG",
-    type=click.Path(path_type=Path),
+    type=LocalPath(),
     help="Sum up all requests, and draw their drift by how many ran at once.",
 )
 @json_option
@@ -489,7 +503,7 @@ def _explain_inside(
     "--output",
     "folder",
     metavar="DIR",
-    type=click.Path(path_type=Path),
+    type=LocalPath(),
     required=True,
     help="Directory of the reduction: new, or one that was interrupted.",
 )
@@ -537,7 +551,7 @@ def _json_file(ctx: click.Context, _: click.Parameter, value: Path | None) -> Pa
 
 def file_option(name: str, metavar: str, help: str, **more: Any) -> Callable[[F], F]:
     """An option that says where to write something."""
-    return click.option(name, metavar=metavar, type=click.Path(path_type=Path), help=help, **more)
+    return click.option(name, metavar=metavar, type=LocalPath(), help=help, **more)
 
 
 @main.command()
@@ -814,7 +828,7 @@ def serve(
     "--output",
     "folder",
     metavar="DIR",
-    type=click.Path(path_type=Path),
+    type=LocalPath(),
     help="Write bench.json, bench.html, traces and the divergences into DIR.",
 )
 @import_option
@@ -865,7 +879,7 @@ def bench(imports: tuple[str, ...], as_json: bool, changes: tuple[str, ...], **o
     "--output",
     "folder",
     metavar="DIR",
-    type=click.Path(path_type=Path),
+    type=LocalPath(),
     required=True,
     help="Directory of the sweep: new, or one that was interrupted.",
 )
@@ -962,7 +976,7 @@ def _duration(seconds: float) -> str:
     "--custom-code", is_flag=True, help="With --model: let the Python file that it names as its own run."
 )
 @click.option("--no-time", is_flag=True, help="Take no times.")
-@click.option("--plot", metavar="SVG", type=click.Path(path_type=Path), help="Write a chart as well.")
+@click.option("--plot", metavar="SVG", type=LocalPath(), help="Write a chart as well.")
 @json_option
 def probe(as_json: bool, plot: Path | None, no_time: bool, **options: Any) -> None:
     """Find at which numbers of rows M an operation's bits change, and what each M costs.
@@ -1063,7 +1077,7 @@ def profiles(name: str | None, as_json: bool, **options: Any) -> None:
 
 @main.command("import-gguf")
 @click.argument("file", type=click.Path(path_type=Path))
-@click.argument("directory", type=click.Path(path_type=Path))
+@click.argument("directory", type=LocalPath())
 @click.option("--packed", is_flag=True, help="Keep Q4_0, Q4_1 and Q8_0 blocks as they are.")
 @click.option(
     "--dtype",

@@ -42,6 +42,10 @@ class SweepFolderUnusable(DetdiffError):
     """The folder of a sweep is in use, holds something else, or cannot be written."""
 
 
+class NotLocal(DetdiffError):
+    """An address was given where only a file or folder of this machine can be."""
+
+
 class SweepFailed(DetdiffError):
     """The workers of a sweep cannot be started."""
 

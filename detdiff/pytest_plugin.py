@@ -45,7 +45,7 @@ def pytest_configure(config: pytest.Config) -> None:
         f"{MARKER}(model=..., op=..., schedules=..., layouts=..., level=..., ...): check that a model's answers, or a "
         "function's rows, do not depend on the batch; one test for each schedule and layout (detdiff)",
     )
-    if any(config.getoption(f"detdiff_{name}") is not None for name in ("schedules", "level")):
+    if any(config.getoption(f"detdiff_{name}") is not None for name in ("schedules", "level", "report_dir")):
         _refuse_wrong(config)
 
 
@@ -69,6 +69,7 @@ def _setting(config: pytest.Config, name: str) -> Any:
 def _defaults(config: pytest.Config) -> Any:
     from detdiff.check.failure import FOLDER
     from detdiff.check.settings import Defaults
+    from detdiff.trace import local
 
     named = {name: _setting(config, name) for name in ("model", "schedules", "level", "update", "explain")}
     if named["model"] is not None and not config.getoption("detdiff_model"):
@@ -76,7 +77,7 @@ def _defaults(config: pytest.Config) -> Any:
         path = config.rootpath / named["model"]
         named["model"] = str(path) if path.is_dir() else named["model"]
     here, there = config.getoption("detdiff_report_dir"), config.getini("detdiff_report_dir")
-    root = Path(config.invocation_params.dir, here) if here else Path(config.rootpath, there or FOLDER)
+    root = config.invocation_params.dir / local(here) if here else config.rootpath / local(there or FOLDER)
     given = {name: value for name, value in named.items() if value is not None}
     # Without pytest's terminal there is no such option.
     return Defaults(root=root, full=config.getoption("verbose", 0) >= 2, **given)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import click
 import pytest
 from command_line import SCENARIO, run
 from stores import memory_store
 
 import detdiff
+from detdiff.cli import LocalPath, TracePath, main
 from detdiff.scenario import Scenario
 from detdiff.trace import Address, Trace, place
 
@@ -123,3 +125,34 @@ def test_what_is_not_at_an_address_is_told(pair: str) -> None:
     for command in (("show", f"{pair}/c"), ("compare", f"{pair}/a", f"{pair}/c")):
         refused = run(*command)
         assert refused.exit_code == 2 and "is not a trace" in " ".join(refused.output.split()), refused.output
+
+
+def test_what_is_no_trace_is_refused_at_an_address_and_no_folder_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A path of that name would be a folder s3:."""
+    monkeypatch.chdir(tmp_path)
+    for command in (
+        ("bench", "--model", "builtin", "-o"),
+        ("sweep", "grid.toml", "-o"),
+        ("reduce", "a", "b", "-o"),
+        ("report", "a", "b", "--html"),
+        ("compare", "a", "b", "--plot"),
+    ):
+        refused = run(*command, "s3://bucket/there")
+        words = " ".join(refused.output.split())
+        assert refused.exit_code == 2 and "s3://bucket/there is an address" in words, (command, words)
+    assert list(tmp_path.iterdir()) == []
+    local = run("report", "a", "b", "--html", "file:///there/r.html")
+    assert "is an address" not in local.output
+
+
+def test_every_option_with_a_path_says_whether_it_takes_an_address() -> None:
+    options = {
+        (name, param.name, type(param.type))
+        for name, command in main.commands.items()
+        for param in command.params
+        if isinstance(param, click.Option) and isinstance(param.type, click.Path)
+    }
+    read = {(name, param) for name, param, kind in options if kind not in (LocalPath, TracePath)}
+    assert {param for _, param in read} == {"prompts_file"} and len(options) > 10

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from detdiff.errors import CommandError, SweepFolderUnusable
+from detdiff.errors import CommandError
 from detdiff.report.index import index_html, index_text
 from detdiff.report.index import summary as counted
 from detdiff.sweep.cells import SweepFolder, memory_of, put
@@ -23,10 +22,9 @@ from detdiff.sweep.summary import (
     shown,
     summarise,
 )
+from detdiff.trace import local
 
 _SHOWN = 40
-_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/", re.ASCII)
-"""A path has one slash of an address's two."""
 
 
 @dataclass(frozen=True)
@@ -46,15 +44,10 @@ class SweepArguments:
 def swept(asked: SweepArguments, on_step: OnStep | None = None) -> tuple[SweepSummary, list[str]]:
     """Run what the folder lacks, and write the summary; also gives what there is to say of the run itself.
 
-    Raises GridUnusable, SweepFolderUnusable, Interrupted, CommandError, and what reading the grid and starting workers raise.
+    Raises GridUnusable, NotLocal, SweepFolderUnusable, Interrupted, CommandError, and what reading the grid and starting workers raise.
     """
     sweep = read_grid(asked.grid)
-    if _ADDRESS.match(str(asked.folder)):
-        raise SweepFolderUnusable(
-            f"{asked.folder} is an address, and a sweep keeps its files in a folder of this machine; expected one. Name a folder, and copy it "
-            "there when the sweep has ended."
-        )
-    folder = SweepFolder(asked.folder.resolve())
+    folder = SweepFolder(local(asked.folder).resolve())
     if asked.against is not None and asked.against.resolve() == folder.path:
         raise CommandError(
             f"--against {asked.against} is the folder of this sweep; expected that of the one before. Name it, or another folder with -o."

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
+import fcntl
 import io
 import os
 import shutil
 import tempfile
 import zipfile
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
@@ -22,6 +25,8 @@ from .run import THREADS
 LOCAL: Final = "local"
 _PACKAGES: Final = ("detdiff", "detdiff_kernels")
 _EPOCH: Final = (1980, 1, 1, 0, 0, 0)
+_SCRATCH: Final = "detdiff-sweep-"
+_OWN: list[tuple[Path, int]] = []
 
 
 class RayWorkers:
@@ -194,11 +199,41 @@ def unpacked(data: bytes, trace: Path) -> None:
         os.replace(place, trace)
 
 
+def own_folder() -> Path:
+    """Where this process keeps what it needs for a moment. It holds a lock on it, and removes those that nobody holds: a worker
+    that is killed, or ended with its cluster, removes nothing."""
+    if not _OWN:
+        root = Path(tempfile.gettempdir())
+        for left in root.glob(f"{_SCRATCH}*"):
+            with suppress(OSError):
+                os.close(_locked(left))
+                shutil.rmtree(left, ignore_errors=True)
+        # Locked before it has the name by which others look for it.
+        new = Path(tempfile.mkdtemp(prefix=".detdiff-", dir=root))
+        mine = root / f"{_SCRATCH}{new.name.rpartition('-')[2]}"
+        _OWN.append((mine, _locked(new)))
+        os.replace(new, mine)
+        atexit.register(shutil.rmtree, mine, ignore_errors=True)
+        os.environ["TMPDIR"] = tempfile.tempdir = str(mine)
+    return _OWN[0][0]
+
+
+def _locked(folder: Path) -> int:
+    """A handle that holds the folder's lock. Raises OSError where another process holds it."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(handle)
+        raise
+    return handle
+
+
 def run_on_worker(task: Task, imports: Sequence[str], *traces: bytes) -> tuple[TaskResult, bytes]:
     """One task in a worker, whose engines stay open; a recording's trace comes back with it."""
     for name in imports:
         import_before_runs(name)
-    with tempfile.TemporaryDirectory(prefix="detdiff-sweep-") as place:
+    with tempfile.TemporaryDirectory(dir=own_folder()) as place:
         folder = SweepFolder(Path(place))
         if isinstance(task, CompareTask):
             names = dict.fromkeys((task.pair.a.recording, task.pair.b.recording))

@@ -11,6 +11,7 @@ import os
 import shutil
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -18,6 +19,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing import connection, get_context, parent_process
+from pathlib import Path
 from time import monotonic
 from typing import Any, Final, Protocol
 
@@ -35,6 +37,8 @@ from .grid import CellPair, Sweep
 
 TIMES: Final = "times.jsonl"
 LOCK: Final = ".lock"
+SCRATCH: Final = ".scratch"
+"""Where workers keep what they need for a moment, in the sweep's folder: what one that was killed has left is found there."""
 THREADS: Final = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
 """One each, where the user has not said otherwise: as many workers as there are make the same bits."""
 
@@ -267,9 +271,12 @@ def _lost(task: Task, times: int) -> TaskResult:
 
 
 def _remove_unfinished(folder: SweepFolder) -> None:
-    """What a worker that was killed has left of a trace."""
-    for path in (folder.path / TRACES).glob(".*"):
+    """What workers that were killed have left, or the whole sweep. Nobody else writes there, since the folder is locked."""
+    for path in (folder.path / SCRATCH, *(folder.path / TRACES).glob(".*")):
         shutil.rmtree(path, ignore_errors=True)
+    for path in (*folder.path.glob(".*.tmp"), *folder.path.glob("*/.*.tmp")):
+        with suppress(OSError):
+            path.unlink()
 
 
 @contextmanager
@@ -304,6 +311,7 @@ class WorkerProcesses:
     ) -> None:
         self.slots = count
         self._folder = folder
+        self._scratch = folder.path / SCRATCH
         self._told = (memory_mb, tuple(imports))
         self._pools: list[ProcessPoolExecutor | None] = [None] * count
         self._engines: list[str] = [""] * count
@@ -325,7 +333,10 @@ class WorkerProcesses:
             pool = self._pools[place]
             if pool is None:
                 pool = self._pools[place] = ProcessPoolExecutor(
-                    1, mp_context=get_context("spawn"), initializer=_begin_worker, initargs=self._told
+                    1,
+                    mp_context=get_context("spawn"),
+                    initializer=_begin_worker,
+                    initargs=(self._scratch / str(place), *self._told),
                 )
             try:
                 future = pool.submit(run_task, task, self._folder.path)
@@ -359,13 +370,20 @@ class WorkerProcesses:
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _begin_worker(memory_mb: int | None, imports: Sequence[str]) -> None:
-    """What a worker does before its first task: Ctrl-C is for the process that has started it, without which it ends."""
+def _begin_worker(scratch: Path, memory_mb: int | None, imports: Sequence[str]) -> None:
+    """What a worker does before its first task: Ctrl-C is for the process that has started it, without which it ends.
+
+    Its temporary folders, and those of processes that it starts, are in ``scratch``, where one before it may have been killed.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for name in ("SIGTERM", "SIGHUP"):
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_DFL)
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    with suppress(OSError):
+        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.mkdir(parents=True)
+        os.environ["TMPDIR"] = tempfile.tempdir = str(scratch)
     if memory_mb is not None and sys.platform != "win32":
         import resource
 

@@ -29,7 +29,7 @@ from detdiff.trace.digest import (
 from detdiff.trace.log import computed, flat_row
 from detdiff.trace.reader import Trace
 from detdiff.trace.shard import Shard
-from detdiff.trace.store import Address, Place, place
+from detdiff.trace.store import Address, Place, local, place
 from detdiff.trace.writer import TraceWriter
 
 __all__ = [
@@ -58,6 +58,7 @@ __all__ = [
     "flat_row",
     "format_ranges",
     "head_weight",
+    "local",
     "parse_ranges",
     "place",
     "ports_of",

@@ -15,10 +15,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from detdiff.errors import StoreUnusable
+from detdiff.errors import NotLocal, StoreUnusable
 
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://", re.ASCII)
 _FILE = re.compile(r"(?:file|local)://", re.ASCII)
+_WRITTEN = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/", re.ASCII)
+"""How an address begins, also one that was made a path, which has one slash of two."""
 _ARCHIVES = frozenset({"zip", "tar", "libarchive"})
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"}
 BLOCK_BYTES = 1 << 20
@@ -41,6 +43,18 @@ def place(given: Path | Address | str) -> Place:
     path = Path(_FILE.sub("", text)) if isinstance(given, str) else given
     if path.suffix == ".zip" and path.is_file():
         return Address(_Store(f"zip://::{path}"))
+    return path
+
+
+def local(given: Path | str) -> Path:
+    """The path of this machine where no address can be. Raises NotLocal."""
+    text = str(given)
+    path = Path(_FILE.sub("", text)) if isinstance(given, str) else given
+    if _WRITTEN.match(str(path)):
+        raise NotLocal(
+            f"{text} is an address, and what is kept there is files of this machine; expected a path. Name one, and copy it from "
+            "there afterwards. Traces alone lie at addresses."
+        )
     return path
 
 

@@ -115,6 +115,10 @@ def test_a_marked_test_leaves_its_compositions_to_the_marker(run: Run) -> None:
     [
         ("--detdiff-level=exat", "level is 'exat'; did you mean 'exact'?"),
         ("--detdiff-schedules=sttaic", "'sttaic' is no schedule"),
+        (
+            "--detdiff-report-dir=s3://bucket/failed",
+            "s3://bucket/failed is an address, and what is kept there is files",
+        ),
     ],
 )
 def test_a_wrong_option_is_said_before_any_test(run: Run, option: str, words: str) -> None:

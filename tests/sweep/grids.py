@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
 import pytest
@@ -34,33 +36,25 @@ baseline = {{schedule = "serial"}}
 {pairs}
 """
 OFF = '"engine.off" = [false, true]\nschedule = ["serial", "static"]'
-BUILT_IN = """
-model = "builtin"
-max_tokens = {tokens}
-ignore_stop = true
-
-[[request]]
-prompt = "In the beginning God created"
-
-[[request]]
-prompt = "And the king said unto the people, Hear ye"
-
-[axes]
-layout = ["padded", "packed"]
-schedule = {schedules}
-kernels = ["native", "candle-metal"]
-prefill_chunk = {chunks}
-
-[pairs]
-baseline = {{schedule = "serial"}}
-{pairs}
-"""
+WHOLE = Path(__file__).parents[2] / "benchmarks" / "sweep.toml"
+"""64 cells of the built-in model."""
 
 
 def grid(folder: Path, axes: str = OFF, pairs: str = "", engine: str = "") -> Path:
     """A grid of the small engine, as a file of ``folder``."""
     path = folder / "grid.toml"
     path.write_text(SMALL.format(axes=axes, pairs=pairs, engine=engine))
+    return path
+
+
+def built_in(folder: Path, pairs: str = "", **changes: object) -> Path:
+    """The grid of 64 cells with other values of some keys and axes, as a file of ``folder``; ``pairs`` are more lines of [pairs]."""
+    text = WHOLE.read_text(encoding="utf-8")
+    for key, value in changes.items():
+        text, found = re.subn(rf"^{key} = .*$", f"{key} = {json.dumps(value)}", text, flags=re.MULTILINE)
+        assert found == 1, key
+    path = folder / "grid.toml"
+    path.write_text(text + pairs)
     return path
 
 

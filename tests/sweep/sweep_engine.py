@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,8 +27,9 @@ class TwoPlaces:
     def generate(self, requests: Sequence[EngineRequest], schedule: Any) -> list[Generation]:
         settings = self._settings
         if "sleeps" in settings:
-            # The file says that it does.
-            Path(settings["sleeps"]).touch()
+            # The file says that it does, and what it would have removed.
+            left = tempfile.mkdtemp()
+            Path(settings["sleeps"]).write_text(left)
             time.sleep(600)
         if "killed_once" in settings and len(requests) > 1:
             # An empty file is left by the worker that is killed first.

@@ -16,14 +16,14 @@ from xml.etree import ElementTree
 import pytest
 from command_line import heard_again
 from command_line import run as command
-from grids import BUILT_IN, OFF, HereAndNow, differing, grid, kept, run, run_here
+from grids import OFF, HereAndNow, built_in, differing, grid, kept, run, run_here
 from tiers import only_in_full
 
 from detdiff.commands import sides
 from detdiff.commands.sweep import SweepArguments, sweep_text, swept
 from detdiff.engines.base import Engine
 from detdiff.engines.registry import open_engine
-from detdiff.errors import CommandError, Interrupted, SweepFolderUnusable
+from detdiff.errors import CommandError, Interrupted, NotLocal, SweepFolderUnusable
 from detdiff.scenario import Scenario
 from detdiff.sweep import cells
 from detdiff.sweep.cells import RecordTask, SweepFolder, Task, TaskResult, run_task
@@ -303,9 +303,10 @@ def test_cells_that_share_a_model_load_it_once(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(sides, "open_engine", counted)
     monkeypatch.setattr(cells, "_ENGINES", [])
-    path = tmp_path / "grid.toml"
-    text = BUILT_IN.format(tokens=1, schedules='["serial", "static"]', chunks="[8]", pairs="")
-    path.write_text(text.replace('["padded", "packed"]', '["packed"]').replace(', "candle-metal"', ""))
+    schedules = ["serial", "static"]
+    path = built_in(
+        tmp_path, max_tokens=1, schedule=schedules, layout=["packed"], kernels=["native"], prefill_chunk=[8]
+    )
     sweep = read_grid(path)
     for name, scenario in sweep.recordings.items():
         assert run_task(RecordTask(name, scenario), tmp_path / "out").failure is None
@@ -335,7 +336,7 @@ def test_two_sweeps_do_not_share_a_folder(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(SweepFolderUnusable, match="cannot be a sweep's folder"):
         run(path, tmp_path / "file")
-    with pytest.raises(SweepFolderUnusable, match="is an address"):
+    with pytest.raises(NotLocal, match="is an address"):
         run(path, Path("s3://bucket/sweep"))
 
 
@@ -368,8 +369,12 @@ def test_ctrl_c_twice_ends_the_command_at_once_and_leaves_no_process(tmp_path: P
         preexec_fn=heard_again,
     )
     deadline = time.monotonic() + 600
-    while not (tmp_path / "asleep").exists() and started.poll() is None and time.monotonic() < deadline:
+    asleep = tmp_path / "asleep"
+    while not (asleep.exists() and asleep.read_text()) and started.poll() is None:
+        assert time.monotonic() < deadline
         time.sleep(0.1)
+    left = Path(asleep.read_text())
+    assert left.is_dir() and left.is_relative_to(tmp_path / "out")
     for _ in range(2):
         os.kill(started.pid, signal.SIGINT)
         time.sleep(0.5)
@@ -379,6 +384,30 @@ def test_ctrl_c_twice_ends_the_command_at_once_and_leaves_no_process(tmp_path: P
     while _group_is_there(started.pid) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not _group_is_there(started.pid)
+    assert not left.exists() and not list((tmp_path / "out").rglob(".*.tmp"))
+
+
+def test_what_a_killed_sweep_has_left_is_removed_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_here(monkeypatch)
+    path, out = grid(tmp_path), tmp_path / "out"
+    run(path, out)
+    before = kept(out)
+    left = [
+        out / ".scratch/0/detdiff-explain-1/trace.json",
+        out / "traces/.engine.off=true,schedule=static.4321/trace.json",
+        out / "answers/.engine.off=true,schedule=static.json.tmp",
+        out / "failures/.other.json.tmp",
+        out / ".sweep.html.tmp",
+    ]
+    for each in left:
+        each.parent.mkdir(parents=True, exist_ok=True)
+        each.touch()
+    run(path, out)
+    assert not any(each.exists() for each in left) and kept(out) == before
+    hidden = [each.name for each in out.rglob(".*")]
+    assert hidden == [".lock"]
 
 
 def _group_is_there(group: int) -> bool:
@@ -391,9 +420,8 @@ def _group_is_there(group: int) -> bool:
 
 @pytest.mark.thorough
 def test_a_model_gives_the_same_bytes_by_two_processes_and_verdicts_are_among_them(tmp_path: Path) -> None:
-    path = tmp_path / "grid.toml"
     pairs = 'verdict = "different"\nbudget = 3'
-    path.write_text(BUILT_IN.format(tokens=2, schedules='["serial", "static"]', chunks="[4]", pairs=pairs))
+    path = built_in(tmp_path, pairs, max_tokens=2, schedule=["serial", "static"], prefill_chunk=[4])
     one = run(path, tmp_path / "one", jobs=1)
     assert {each.kind for each in one.entries} - {"identical"} <= {
         "numerics",
@@ -407,9 +435,7 @@ def test_a_model_gives_the_same_bytes_by_two_processes_and_verdicts_are_among_th
 
 @only_in_full("64 cells of the built-in model, three times")
 def test_64_cells_give_the_same_bytes_by_one_two_and_interrupted_processes(tmp_path: Path) -> None:
-    path = tmp_path / "grid.toml"
-    schedules = '["serial", "static", "static:2", "continuous"]'
-    path.write_text(BUILT_IN.format(tokens=6, schedules=schedules, chunks="[3, 4, 8, 16]", pairs=""))
+    path = built_in(tmp_path, max_tokens=6)
     assert len(read_grid(path).cells) == 64
     run(path, tmp_path / "one", jobs=1)
     run(path, tmp_path / "two", jobs=2)

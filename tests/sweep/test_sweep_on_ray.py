@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
+import tempfile
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
-from grids import BUILT_IN, OFF, differing, grid, run
+from command_line import run as command
+from grids import OFF, built_in, differing, grid, run
 from tiers import only_in_full
 
 from detdiff.commands.sweep import SweepArguments, swept
 from detdiff.errors import RayMissing
+from detdiff.sweep import on_ray as on_ray_module
 from detdiff.sweep.on_ray import packed, unpacked
 
 pytestmark = [pytest.mark.thorough, pytest.mark.filterwarnings("ignore")]
@@ -40,7 +44,7 @@ def on_ray(path: Path, folder: Path, address: str, **more: Any) -> Any:
 
 
 def test_a_cluster_gives_the_same_bytes_and_a_killed_worker_costs_one_cells_work(
-    tmp_path: Path, cluster: str
+    tmp_path: Path, cluster: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     marker = tmp_path / "marker"
     axes = 'how = {sound = "", off = "engine.off=flips", missing = "model=missing"}\nschedule = ["serial", "static"]'
@@ -54,7 +58,10 @@ def test_a_cluster_gives_the_same_bytes_and_a_killed_worker_costs_one_cells_work
     (tmp_path / "ray/answers/how=off,schedule=static.sha256").unlink()
     run(path, tmp_path / "ray", imports=("sweep_engine",))
     (tmp_path / "ray/answers/how=off,schedule=static.sha256").unlink()
-    on_ray(path, tmp_path / "ray", cluster)
+    monkeypatch.setenv("RAY_ADDRESS", cluster)
+    as_on_the_page = f"sweep {path} -o {tmp_path / 'ray'} --ray auto --import sweep_engine"
+    ended = command(*as_on_the_page.split())
+    assert ended.exit_code == 2, ended.output
     assert differing(tmp_path / "ray", tmp_path / "processes") == []
 
 
@@ -97,6 +104,29 @@ def test_without_ray_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         on_ray(grid(tmp_path), tmp_path / "out", "auto")
 
 
+def test_a_worker_removes_what_killed_ones_have_left_and_nothing_of_the_living(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    held = []
+    for _ in range(2):
+        monkeypatch.setattr(on_ray_module, "_OWN", [])
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+        assert on_ray_module.own_folder() == on_ray_module.own_folder() == Path(tempfile.gettempdir())
+        held += on_ray_module._OWN
+    assert sorted(tmp_path.iterdir()) == sorted(folder for folder, _ in held)
+    # The system does this when a process ends, whatever ends it.
+    os.close(held[0][1])
+    (held[0][0] / "a trace").touch()
+    monkeypatch.setattr(on_ray_module, "_OWN", [])
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    last = on_ray_module.own_folder()
+    assert sorted(tmp_path.iterdir()) == sorted([held[1][0], last])
+    os.close(held[1][1])
+    os.close(on_ray_module._OWN[0][1])
+
+
 def test_a_trace_there_and_back_is_the_same(tmp_path: Path) -> None:
     path = grid(tmp_path)
     run(path, tmp_path / "out")
@@ -112,9 +142,7 @@ def test_a_trace_there_and_back_is_the_same(tmp_path: Path) -> None:
 
 @only_in_full("64 cells of the built-in model, by processes and on a cluster")
 def test_64_cells_give_the_same_bytes_on_a_cluster(tmp_path: Path, cluster: str) -> None:
-    path = tmp_path / "grid.toml"
-    schedules = '["serial", "static", "static:2", "continuous"]'
-    path.write_text(BUILT_IN.format(tokens=6, schedules=schedules, chunks="[3, 4, 8, 16]", pairs=""))
+    path = built_in(tmp_path, max_tokens=6)
     run(path, tmp_path / "processes", jobs=2, imports=("sweep_engine",))
     on_ray(path, tmp_path / "ray", cluster)
     assert differing(tmp_path / "ray", tmp_path / "processes") == []
