@@ -14,6 +14,7 @@ from torch_models import VOCABULARY, row_by_row, tiny_llama, torch_or_skip
 from detdiff import Divergence, Scenario, compare, record
 from detdiff.engines.base import Overrides, RunOptions
 from detdiff.engines.transformers import TransformersEngine
+from detdiff.engines.transformers.padded import PaddedBatches
 from detdiff.errors import EngineFailed, EngineRefuses, EngineUnusable, TorchMissing
 from detdiff.trace import Trace
 
@@ -133,15 +134,18 @@ def test_a_leak_between_rows_is_named_and_stays_when_kernels_are_pinned(torch: A
         assert found.requests[0].flip is not None
 
 
-def test_padding_that_is_attended_to_is_found(torch: Any, tmp_path: Path) -> None:
-    model = row_by_row(torch, tiny_llama(torch))
+def test_padding_that_is_attended_to_is_found(
+    torch: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = TransformersEngine(row_by_row(torch, tiny_llama(torch)), name="tiny")
+    right = compare(*both(engine, tmp_path / "right", (2, 9), PINNED))
+    native = PaddedBatches.generate
 
-    class Unmasked(TransformersEngine):
-        def _generate(self, ids: Any, mask: Any, *rest: Any) -> Any:
-            return super()._generate(ids, torch.ones_like(mask), *rest)
+    def unmasked(run: Any, ids: Any, mask: Any, *rest: Any) -> Any:
+        return native(run, ids, torch.ones_like(mask), *rest)
 
-    right = compare(*both(TransformersEngine(model, name="tiny"), tmp_path / "right", (2, 9), PINNED))
-    wrong = compare(*both(Unmasked(model, name="tiny"), tmp_path / "wrong", (2, 9)))
+    monkeypatch.setattr(PaddedBatches, "generate", unmasked)
+    wrong = compare(*both(engine, tmp_path / "wrong", (2, 9)))
     assert right.identical
     flipped = [request.id for request in wrong.requests if request.flip is not None]
     assert flipped == ["r0"]

@@ -5,7 +5,6 @@ Needs the extra ``torch``. Importing this imports neither torch nor transformers
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,9 +17,8 @@ from typing import TYPE_CHECKING, Any, Final
 from numpy.typing import NDArray
 
 from detdiff.engines import base
-from detdiff.engines.base import Begin, Overrides, RunOptions, request_header, wanted_values
+from detdiff.engines.base import Begin, RunOptions, request_header, wanted_values
 from detdiff.engines.schedule import request_tokens
-from detdiff.engines.tasks import Pooling
 from detdiff.errors import (
     EngineFailed,
     EngineRefuses,
@@ -28,13 +26,14 @@ from detdiff.errors import (
     TorchMissing,
     words_of,
 )
-from detdiff.scenario import GENERATE, SCORE, KernelPlan, Request, Scenario, nearest
+from detdiff.scenario import GENERATE, KernelPlan, Request, Scenario, nearest
 from detdiff.trace import Site
 
 from .linear_sites import as_computed, called_again, load_torch, operation_of
-from .recorder import Batch, TorchRecorder
-from .sites import ROLES, TorchSites, called, discover, last_hidden, replaced
-from .taps import implementations, pinned, tapped
+from .padded import Given, PaddedBatches, text_ends
+from .rows import RowSink
+from .sites import ROLES, TorchSites, discover
+from .taps import implementations, tapped
 
 if TYPE_CHECKING:
     from detdiff.explain.oracle import Operation
@@ -76,10 +75,6 @@ _LACKS: Final = {
     base.TEXT: "the model was given without a tokenizer",
     base.MODEL_FILE: "the model came from no directory, so what is in its file is not known",
 }
-
-
-class _AllLogitsSeen(Exception):
-    """Ends a run whose logits have all been seen."""
 
 
 class TransformersEngine:
@@ -226,7 +221,7 @@ class TransformersEngine:
     @property
     def stop_tokens(self) -> frozenset[int]:
         """Token ids that end a text."""
-        return frozenset(self._ends())
+        return frozenset(text_ends(self.model))
 
     @cached_property
     def sites(self) -> TorchSites:
@@ -277,8 +272,8 @@ class TransformersEngine:
         if overrides.dtype is not None:
             return self._in(overrides.dtype).run(scenario, begin, _without_dtype(options))
         given = self._given(scenario)
+        served = self._served(scenario, given)
         total, count = sum(each.max_tokens for each in scenario.requests), 0
-        pooling = Pooling(scenario.pooling, [len(prompt) for prompt, _ in given])
         sites = self.sites
         started, clock = time.time(), time.perf_counter()
         lacks = {base.KERNEL_PATHS: _LACKS[base.KERNEL_PATHS]}
@@ -307,7 +302,7 @@ class TransformersEngine:
             if options.progress is not None:
                 options.progress(count, total)
 
-        recorder = TorchRecorder(
+        into = RowSink(
             self._torch,
             sites,
             writer,
@@ -317,27 +312,9 @@ class TransformersEngine:
             on_token,
             lambda token: self.decode([token]),
         )
-        batches = self._batches(scenario, given)
-        logits: list[Any] = []
-        for batch in batches:
-            if scenario.task == GENERATE:
-                self._serve(batch, recorder, logits, options)
-                continue
-            made = self._run_whole(batch, recorder, overrides)
-            if len(logits) < options.observe:
-                logits.append(made.clone())
-            if scenario.task == SCORE:
-                recorder.end_scored(made)
-            else:
-                recorder.end_embedded(made, pooling)
+        recorder, logits = served.record(into, options)
         seconds = time.perf_counter() - clock
-        again: list[Any] = []
-        for batch in self._batches(scenario, given):
-            if len(again) < len(logits):
-                if scenario.task == GENERATE:
-                    self._serve(batch, None, again, options, len(logits))
-                else:
-                    again.append(self._run_whole(batch, None, overrides))
+        again = served.again(options, len(logits)) if logits else []
         equal = len(again) == len(logits) and all(
             a.dtype == b.dtype and self._torch.equal(_bits(self._torch, a), _bits(self._torch, b))
             for a, b in zip(logits, again, strict=True)
@@ -356,25 +333,8 @@ class TransformersEngine:
     def timed(
         self, scenario: Scenario, on_start: Callable[[], None], on_token: base.OnTimedToken
     ) -> list[float | None]:
-        """See ``base.RunsUnrecorded``: each batch by ``generate`` as it is."""
-        batches = self._batches(scenario, self._given(scenario))
-        on_start()
-        for batch in batches:
-            ids, mask = self._padded(batch, False)
-            seen = [0] * len(batch.numbers)
-
-            def told(new: list[list[int]], batch: Batch = batch, seen: list[int] = seen) -> None:
-                for slot, tokens in enumerate(new):
-                    live = len(tokens) <= batch.limits[slot] and not any(
-                        t in batch.ends[slot] for t in tokens[:-1]
-                    )
-                    if live and len(tokens) > seen[slot]:
-                        seen[slot] = len(tokens)
-                        on_token(batch.numbers[slot], tokens[-1])
-
-            with self._torch.inference_mode():
-                self._generate(ids, mask, batch, on_step=told)
-        return [None] * len(scenario.requests)
+        """See ``base.RunsUnrecorded``."""
+        return self._served(scenario, self._given(scenario)).timed(on_start, on_token)
 
     def row_costs(self, scenario: Scenario, rows: Sequence[int], now: Clock) -> list[RowCosts]:
         """See ``base.CostsRows``: each linear shape once."""
@@ -397,8 +357,12 @@ class TransformersEngine:
         found: TransformersEngine = self._other[dtype]
         return found
 
-    def _given(self, scenario: Scenario) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """Each request's prompt and the tokens that are scored after it."""
+    def _served(self, scenario: Scenario, given: Given) -> PaddedBatches:
+        """How a scenario's requests are run."""
+        right = scenario.task != GENERATE and self.settings.get("padding_side") != "left"
+        return PaddedBatches(self._torch, self.model, self.sites, scenario, given, right)
+
+    def _given(self, scenario: Scenario) -> Given:
         limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         context = limit if isinstance(limit, int) else None
 
@@ -406,172 +370,6 @@ class TransformersEngine:
             return self.encode(text, request.chat)
 
         return request_tokens(scenario, ids, self.vocab_size, context)
-
-    def _batches(
-        self, scenario: Scenario, given: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
-    ) -> list[Batch]:
-        ends = frozenset(self._ends())
-        schedule, count = scenario.schedule, len(given)
-        size = 1 if schedule.kind == "serial" else schedule.active or count
-        groups = [tuple(range(first, min(first + size, count))) for first in range(0, count, size)]
-        right = scenario.task != GENERATE and self.settings.get("padding_side") != "left"
-        return [
-            Batch(
-                group,
-                tuple(given[n][0] for n in group),
-                tuple(scenario.requests[n].max_tokens for n in group),
-                tuple(frozenset() if scenario.requests[n].ignore_stop else ends for n in group),
-                [[] for _ in group],
-                tuple(given[n][1] for n in group) if scenario.task == SCORE else (),
-                right,
-            )
-            for group in groups
-        ]
-
-    def _padded(self, batch: Batch, token: int | None) -> tuple[Any, Any]:
-        """Token ids and the mask of those that are no padding, int64 [requests, columns] each; ``token`` fills it up, None: the model's own."""
-        torch, device = self._torch, self.model.device
-        pad = self._pad() if token is None else token
-        fed = zip(batch.padding, batch.missing, batch.given, strict=True)
-        ids, mask = [], []
-        for before, missing, tokens in fed:
-            behind = missing - before
-            ids.append([pad] * before + list(tokens) + [pad] * behind)
-            mask.append([0] * before + [1] * len(tokens) + [0] * behind)
-        return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
-
-    def _run_whole(self, batch: Batch, recorder: TorchRecorder | None, overrides: Overrides) -> Any:
-        """One forward over whole texts: logits [requests, columns, vocabulary] where they are scored, else last hidden
-        states [requests, columns, width]."""
-        torch, model = self._torch, self.model
-        ids, mask = self._padded(batch, overrides.padding)
-        hidden: list[Any] = []
-        with contextlib.ExitStack() as stack:
-            if overrides.pin_kernels:
-                behind = batch.missing if batch.right else ()
-                stack.enter_context(pinned(torch, model, batch.padding, behind, not self.sites.encoder))
-            if recorder is not None:
-                recorder.start(batch)
-                recorder.begin(ids.cpu().numpy())
-                stack.enter_context(
-                    tapped(torch, model, recorder.site, recorder.attended, written=recorder.written)
-                )
-            keep = model.base_model.register_forward_hook(lambda *call: hidden.append(last_hidden(call[2])))
-            stack.callback(keep.remove)
-            stack.enter_context(torch.inference_mode())
-            output = called(model, ids, mask)
-        return output.logits if batch.scored else hidden[-1]
-
-    def _serve(
-        self,
-        batch: Batch,
-        recorder: TorchRecorder | None,
-        logits: list[Any],
-        options: RunOptions,
-        enough: int | None = None,
-    ) -> None:
-        """Run one batch to its end, its first logits into ``logits``; without a recorder, until there are ``enough``."""
-        torch, model = self._torch, self.model
-        ids, mask = self._padded(batch, options.overrides.padding)
-
-        def fed(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            given = kwargs["input_ids"] if kwargs.get("input_ids") is not None else args[0]
-            assert recorder is not None
-            recorder.begin(given.cpu().numpy())
-
-        def made(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            if recorder is not None:
-                recorder.end(output.logits)
-                if len(logits) < options.observe:
-                    logits.append(output.logits[:, -1].clone())
-                return
-            logits.append(output.logits[:, -1].clone())
-            if len(logits) >= (enough or 0):
-                raise _AllLogitsSeen
-
-        with contextlib.ExitStack() as stack:
-            if options.overrides.pin_kernels:
-                stack.enter_context(pinned(torch, model, batch.padding))
-            if recorder is not None:
-                recorder.start(batch)
-                stack.callback(model.register_forward_pre_hook(fed, with_kwargs=True).remove)
-                stack.enter_context(
-                    tapped(
-                        torch,
-                        model,
-                        recorder.site,
-                        recorder.attended,
-                        written=recorder.written,
-                    )
-                )
-            stack.callback(model.register_forward_hook(made, with_kwargs=True).remove)
-            stack.enter_context(torch.inference_mode())
-            try:
-                found = self._generate(ids, mask, batch, options.overrides.pin_kernels)
-            except _AllLogitsSeen:
-                return
-        if recorder is not None:
-            recorder.chosen(found[:, -1].cpu().numpy())
-
-    def _generate(
-        self,
-        ids: Any,
-        mask: Any,
-        batch: Batch,
-        pin_choice: bool = False,
-        on_step: Callable[[list[list[int]]], None] | None = None,
-    ) -> Any:
-        """Ids [requests, columns] with what was generated. ``pin_choice``: of equal logits the lowest id is taken, whatever
-        torch's argmax takes in a batch of this size."""
-        settings = copy.deepcopy(self.model.generation_config)
-        for name, value in (
-            ("do_sample", False),
-            ("num_beams", 1),
-            ("temperature", None),
-            ("top_p", None),
-            ("top_k", None),
-            # Each request ends by itself, and a batch when all have.
-            ("eos_token_id", None),
-            ("pad_token_id", self._pad()),
-            ("max_length", None),
-            ("max_new_tokens", max(batch.limits)),
-        ):
-            setattr(settings, name, value)
-        torch = self._torch
-        longest = ids.shape[1]
-
-        def done(so_far: Any, scores: Any, **_: Any) -> Any:
-            new = so_far[:, longest:].tolist()
-            if on_step is not None:
-                on_step(new)
-            over = [
-                len(tokens) >= limit or any(token in ends for token in tokens)
-                for tokens, limit, ends in zip(new, batch.limits, batch.ends, strict=True)
-            ]
-            return torch.full((len(new),), all(over), device=so_far.device)
-
-        def lowest(so_far: Any, scores: Any) -> Any:
-            best = (scores == scores.amax(dim=-1, keepdim=True)).to(torch.int8)
-            first = best.cumsum(dim=-1) == 1
-            return scores.masked_fill(~(first & (best == 1)), -torch.inf)
-
-        # What is None in a configuration that is given comes from the model's own, so that one stands aside.
-        with replaced(self.model, "generation_config", settings):
-            return self.model.generate(
-                input_ids=ids,
-                attention_mask=mask,
-                stopping_criteria=[done],
-                logits_processor=[lowest] if pin_choice else [],
-            )
-
-    def _ends(self) -> set[int]:
-        """The tokens that end a text."""
-        ends = getattr(self.model, "generation_config", self.model.config).eos_token_id
-        return set() if ends is None else {ends} if isinstance(ends, int) else set(ends)
-
-    def _pad(self) -> int:
-        pad = getattr(self.model, "generation_config", self.model.config).pad_token_id
-        return int(pad) if pad is not None else min(self._ends(), default=0)
 
 
 def open_transformers(model: Any, settings: Mapping[str, Any]) -> TransformersEngine:
