@@ -502,6 +502,21 @@ def test_llama_cpp_is_packed_without_being_asked() -> None:
             change()
 
 
+def test_transformers_packs_rows_where_its_schedule_is_continuous() -> None:
+    serial = Scenario.from_dict(minimal(engine="transformers"))
+    assert serial.schedule == Schedule("serial")
+    found = serial.with_changes(schedule="continuous", active=4, row_budget=8, page_tokens=4)
+    assert found.schedule == Schedule("continuous", "packed", 4, 8) and found.cache.page_tokens == 4
+    assert Scenario.from_dict(found.to_dict()) == found
+    asked = minimal(engine="transformers", schedule="continuous", layout="padded")
+    assert Scenario.from_dict(asked).schedule.layout == "packed"
+    # What says something of packed rows alone goes with them.
+    assert found.with_changes(schedule="static").schedule == Schedule("static")
+    assert found.with_changes(schedule="serial") == serial
+    assert found.with_changes(max_tokens=3).schedule == found.schedule
+    assert found.with_changes(engine="mlx").schedule.layout == "packed"
+
+
 def test_settings_of_an_engine_are_json_and_cannot_be_changed_from_outside() -> None:
     given: dict[str, Any] = {"layers": [1]}
     made = Scenario("", (Request("r0", prompt="a"),), engine="e", engine_settings=given)

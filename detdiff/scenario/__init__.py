@@ -2,7 +2,16 @@
 
 from detdiff.scenario.keys import nearest, parse_flags, toml_text
 from detdiff.scenario.sampling import Sampling
-from detdiff.scenario.scenario import LLAMA, MLX, Scenario, is_address, located, resolved, toml_table
+from detdiff.scenario.scenario import (
+    LLAMA,
+    MLX,
+    TRANSFORMERS,
+    Scenario,
+    is_address,
+    located,
+    resolved,
+    toml_table,
+)
 from detdiff.scenario.settings import (
     EMBED,
     GENERATE,
@@ -27,6 +36,7 @@ __all__ = [
     "MLX",
     "SCHEDULES",
     "SCORE",
+    "TRANSFORMERS",
     "CachePlan",
     "Capture",
     "KernelPlan",

@@ -217,7 +217,7 @@ task             | text     | task                   |                          
 pooling          | text     | pooling                | task=generate task=score         | `mean`           | what of the last hidden states is a prompt's vector: the `mean` of its own positions, the `first` or the `last`; for `embed`
 # Schedule
 schedule         | text     | schedule.kind          |                                  | `serial`         | `serial`: one request after the other. `static`: all at once. `continuous`: each at its arrival
-layout           | text     | schedule.layout        |                                  | `padded`         | `padded`: batch × length, as mlx-lm does. `packed`: all rows of all requests on one axis, which is what llama.cpp has without being asked
+layout           | text     | schedule.layout        |                                  | `padded`         | `padded`: batch × length, as mlx-lm does. `packed`: all rows of all requests on one axis, which is what llama.cpp has without being asked, and transformers where the schedule is `continuous`
 active           | integer  | schedule.active        | schedule=serial schedule=static  | no limit         | how many requests may run at a time; for `static` the size of each batch, which waits until its longest request is through. `static:8` is short for `schedule=static active=8`
 row_budget       | integer  | schedule.row_budget    | layout=padded                    | no limit         | how many rows a forward may have; for `packed`
 prefill_chunk    | integer  | schedule.prefill_chunk |                                  | 2048             | how many prompt tokens of one request a forward takes at most

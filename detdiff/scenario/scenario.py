@@ -59,7 +59,9 @@ from detdiff.scenario.settings import (
 MLX = "mlx"
 LLAMA = "llama.cpp"
 SERVER = "server"
-NEED_A_MODEL = (MLX, "transformers")
+TRANSFORMERS = "transformers"
+NEED_A_MODEL = (MLX, TRANSFORMERS)
+_OF_PACKED_ROWS = frozenset({"row_budget", "page_tokens", "share_prefix"})
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class Scenario:
     ``engine`` is an engine's name or ``package.module:factory``, ``engine_settings`` is what it is given, JSON values
     without null; ``model`` may be "" where the engine has one of its own. A server's address as the model of the engine mlx means
     the engine server. The engine llama.cpp knows no other layout than
-    packed, so its schedule has that.
+    packed, and transformers none where its schedule is continuous, so their schedules have that.
 
     Raises RequestsMissing, RequestIdRepeated, ScenarioConflict and ScenarioRangeError.
     """
@@ -99,7 +101,7 @@ class Scenario:
                 "name is an engine's name, not a setting of it; give that setting another name."
             )
         object.__setattr__(self, "engine_settings", {k: v for k, v in settings.items() if k != "name"})
-        if self.engine == LLAMA and self.schedule.layout == "padded":
+        if self.schedule.layout == "padded" and _always_packed(self.engine, self.schedule.kind):
             object.__setattr__(self, "schedule", replace(self.schedule, layout="packed"))
         if self.model or self.engine in NEED_A_MODEL:
             check_name("model", self.model)
@@ -248,10 +250,17 @@ class Scenario:
             if "arrivals" in keys:
                 _set_arrivals(requests, changes.pop("arrivals", [0] * len(requests)))
             changes = _engine_changed(values, keys, changes)
-        if "layout" not in keys and _engine_of({**values, **changes})[0] == LLAMA:
+        engine = _engine_of({**values, **changes})[0]
+        gone: set[str] = set()
+        if "layout" not in keys and (
+            engine == LLAMA or (engine == TRANSFORMERS and keys.keys() & {"schedule", "engine"})
+        ):
             del values["layout"]
+            kind = (changes if "schedule" in keys else values).get("schedule", "serial")
+            if not _always_packed(engine, kind):
+                gone |= _OF_PACKED_ROWS - keys.keys()
         changes = resolved(changes, Path())
-        gone = useless(keys, changes)
+        gone |= useless(keys, changes)
         for table in (values, *requests, *(turn for request in requests for turn in request.get("turn", ()))):
             for name in (*keys, *gone):
                 table.pop(name, None)
@@ -284,6 +293,11 @@ def located(where: str) -> Iterator[None]:
 def is_address(model: str) -> bool:
     """Whether a model is named by a server's address, which the engine server asks."""
     return model.startswith(("http://", "https://"))
+
+
+def _always_packed(engine: str, kind: str) -> bool:
+    """Whether an engine packs the rows of such a schedule, whatever layout it is asked for."""
+    return engine == LLAMA or (engine == TRANSFORMERS and kind == "continuous")
 
 
 def _model_path(model: str, folder: Path) -> str:
@@ -419,8 +433,8 @@ def _scenario(
         return _fields(RUN_KEYS, values, name)
 
     engine, settings = _engine_of(values)
-    if engine == LLAMA:
-        if values.get("layout") == "padded":
+    if _always_packed(engine, values.get("schedule", "serial")):
+        if engine == LLAMA and values.get("layout") == "padded":
             raise ScenarioConflict(
                 "layout is padded and engine is llama.cpp, whose batches are rows of all requests on one axis; leave layout out."
             )
