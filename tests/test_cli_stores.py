@@ -11,7 +11,8 @@ from command_line import SCENARIO, run
 from stores import memory_store
 
 import detdiff
-from detdiff.cli import LocalPath, TracePath, main
+from detdiff.cli import main
+from detdiff.cli.options import LocalPath, TracePath
 from detdiff.scenario import Scenario
 from detdiff.trace import Address, Trace, place
 

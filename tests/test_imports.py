@@ -77,7 +77,7 @@ def test_a_name_that_is_not_public_is_an_attribute_error() -> None:
 
 
 HOMES = {
-    "click": ("cli.py",),
+    "click": ("cli/",),
     "fsspec": ("trace/store.py",),
     "msgspec": ("engines/server/",),
     "mlx": ("engines/mlx/",),
@@ -179,7 +179,7 @@ def package(root: Path, **files: str) -> Path:
 )
 def test_an_import_is_found_wherever_it_stands(tmp_path: Path, line: str) -> None:
     clean = "from .click import x\nimport clicker  # import click\n"
-    package(tmp_path, inner__injected=line, clean=clean, cli="import click")
+    package(tmp_path, inner__injected=line, clean=clean, cli__group="import click")
     assert away_from_home(tmp_path / "detdiff", "click") == {"inner/injected.py"}
 
 

@@ -1,0 +1,5 @@
+"""``python -m detdiff.cli``."""
+
+from . import main
+
+main()
