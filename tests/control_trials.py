@@ -11,7 +11,7 @@ from runs import model
 
 from detdiff.compare import compare
 from detdiff.engines.mlx.engine import RecordOptions, record
-from detdiff.engines.mlx.taps.session import InjectedFault
+from detdiff.engines.mlx.taps.injected import InjectedFault
 from detdiff.explain.case import Case
 from detdiff.explain.control import Control
 from detdiff.explain.investigate import run_control

@@ -10,7 +10,7 @@ from runs import Ports, Runs, digests, model, scenario
 
 from detdiff.compare import compare
 from detdiff.engines.mlx.engine import RecordOptions
-from detdiff.engines.mlx.taps.session import InjectedFault
+from detdiff.engines.mlx.taps.injected import InjectedFault
 from detdiff.scenario import Scenario
 from detdiff.trace import Trace
 

@@ -12,7 +12,7 @@ from tiny import FORMATS, VOCAB
 
 from detdiff.compare import compare
 from detdiff.engines.mlx.engine import RecordOptions
-from detdiff.engines.mlx.taps.session import InjectedFault
+from detdiff.engines.mlx.taps.injected import InjectedFault
 from detdiff.scenario import Scenario
 
 SEEDS = 20

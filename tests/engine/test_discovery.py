@@ -14,7 +14,8 @@ from tiny import CONFIGS, TinyTokenizer
 from detdiff.compare import compare
 from detdiff.engines.mlx.engine import RecordOptions, record
 from detdiff.engines.mlx.model import LoadedModel
-from detdiff.engines.mlx.taps.session import InjectedFault, Session
+from detdiff.engines.mlx.taps.injected import InjectedFault
+from detdiff.engines.mlx.taps.session import Session
 from detdiff.scenario import Scenario
 
 

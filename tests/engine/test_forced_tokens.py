@@ -13,7 +13,7 @@ from tiny import tiny
 
 from detdiff.compare import compare
 from detdiff.engines.mlx.engine import RecordOptions
-from detdiff.engines.mlx.taps.session import InjectedFault
+from detdiff.engines.mlx.taps.injected import InjectedFault
 from detdiff.errors import ForcedTokensMissing
 from detdiff.report import divergence_text
 from detdiff.scenario import Scenario

@@ -14,7 +14,7 @@ from toy_models import CastAttention, Keyworded, Listing, Looped, Toy
 from detdiff.compare import compare
 from detdiff.engines.mlx.engine import RecordOptions
 from detdiff.engines.mlx.model import LoadedModel
-from detdiff.engines.mlx.taps.session import InjectedFault
+from detdiff.engines.mlx.taps.injected import InjectedFault
 from detdiff.scenario import Scenario
 
 ODD: dict[str, Callable[[], nn.Module]] = {

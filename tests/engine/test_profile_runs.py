@@ -14,7 +14,7 @@ from tiny import FORMATS
 
 from detdiff.compare import compare
 from detdiff.engines.mlx.engine import RecordOptions
-from detdiff.engines.mlx.taps.session import InjectedFault
+from detdiff.engines.mlx.taps.injected import InjectedFault
 from detdiff.trace import Trace
 
 KINDS = ("linear", "head", "switch", "attention")

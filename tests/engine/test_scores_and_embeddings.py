@@ -14,7 +14,7 @@ from tiers import some_now
 
 from detdiff.compare import compare
 from detdiff.engines.mlx.engine import MlxEngine, RecordOptions
-from detdiff.engines.mlx.taps.session import InjectedFault
+from detdiff.engines.mlx.taps.injected import InjectedFault
 from detdiff.errors import ContextExceeded, NothingComparable, NothingToCheck, ScenarioConflict
 from detdiff.explain import explain
 from detdiff.report import divergence_text, verdict_text

@@ -16,7 +16,7 @@ from detdiff.engines.mlx import packed
 from detdiff.engines.mlx.caches import RequestCaches
 from detdiff.engines.mlx.engine import RecordOptions
 from detdiff.engines.mlx.packed_model import PackedModel
-from detdiff.engines.mlx.taps.session import InjectedFault
+from detdiff.engines.mlx.taps.injected import InjectedFault
 from detdiff.engines.speculation import Speculator
 from detdiff.report import divergence_text, from_json, to_json
 from detdiff.scenario import Scenario

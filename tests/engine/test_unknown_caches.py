@@ -14,7 +14,7 @@ from toy_models import Attention
 from detdiff.compare import compare
 from detdiff.engines.base import RunOptions
 from detdiff.engines.mlx.model import LoadedModel
-from detdiff.engines.mlx.taps.session import InjectedFault
+from detdiff.engines.mlx.taps.injected import InjectedFault
 from detdiff.explain import explain
 from detdiff.trace import Trace
 

@@ -17,7 +17,7 @@ from tiny import tiny
 from detdiff.engines.mlx.engine import RecordOptions
 from detdiff.engines.mlx.model import LoadedModel
 from detdiff.engines.mlx.serve import Models, in_dtype
-from detdiff.engines.mlx.taps.session import InjectedFault
+from detdiff.engines.mlx.taps.injected import InjectedFault
 from detdiff.errors import ReplayError
 from detdiff.explain import ORDER
 from detdiff.explain.case import Case

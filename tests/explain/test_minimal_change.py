@@ -11,7 +11,7 @@ from detdiff.compare import compare
 from detdiff.engines.mlx.engine import RecordOptions
 from detdiff.engines.mlx.path_changes import AllowedChanges, MinimalChangeTrials, PathChange, baseline
 from detdiff.engines.mlx.reruns import RerunChanges, Reruns, rerun
-from detdiff.engines.mlx.taps.session import InjectedFault
+from detdiff.engines.mlx.taps.injected import InjectedFault
 from detdiff.explain.case import Case
 from detdiff.explain.control import Budget
 from detdiff.explain.investigate import run_control

@@ -13,7 +13,7 @@ from tiers import some_now
 from detdiff.engines.mlx.cache_patches import differing, held, patched, put
 from detdiff.engines.mlx.caches import PagedCache, PagePool, PageTable
 from detdiff.engines.mlx.engine import RecordOptions
-from detdiff.engines.mlx.taps.session import InjectedFault
+from detdiff.engines.mlx.taps.injected import InjectedFault
 from detdiff.explain.case import Case
 from detdiff.explain.control import CannotRun
 from detdiff.explain.controls.patches import EntryKey

@@ -18,7 +18,8 @@ import mlx.nn as nn
 from mlx_lm.models import cache as caches
 
 from detdiff.engines.mlx.taps.forward import Forward
-from detdiff.engines.mlx.taps.session import InjectedFault, Injector, Session
+from detdiff.engines.mlx.taps.injected import InjectedFault, Injector
+from detdiff.engines.mlx.taps.session import Session
 from detdiff_kernels import Kernel, library
 
 InjectedFaults = Callable[[], AbstractContextManager[Any]]

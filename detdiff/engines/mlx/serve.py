@@ -14,7 +14,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from detdiff.engines import base
 from detdiff.engines.mlx.model import LoadedModel, context_limit, load
 from detdiff.engines.mlx.taps.forward import DRAFT, TARGET, Forward, Recording, lens_logits
-from detdiff.engines.mlx.taps.session import InjectedFault, Session
+from detdiff.engines.mlx.taps.injected import InjectedFault
+from detdiff.engines.mlx.taps.session import Session
 from detdiff.engines.mlx.taps.sites import ROLES, SiteMap
 from detdiff.engines.schedule import OnEvent, OnToken, Work, silent
 from detdiff.engines.speculation import refuse_long_for_draft, refuse_other_vocabulary
