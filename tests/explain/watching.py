@@ -10,7 +10,7 @@ from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import make_prompt_cache
 from operands import read
 
-from detdiff.engines.mlx.taps.sites import tapped
+from detdiff.engines.mlx.taps.tapping import tapped
 
 
 class Watching:

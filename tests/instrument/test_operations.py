@@ -18,7 +18,7 @@ from tiers import examples
 
 from detdiff.engines.mlx.taps.kernel_plan import CallSite, weight_of
 from detdiff.engines.mlx.taps.operations import Operations
-from detdiff.engines.mlx.taps.sites import TAPPED
+from detdiff.engines.mlx.taps.tapping import TAPPED
 from detdiff.errors import KernelPlanError
 from detdiff.scenario import KernelPlan, PathRule
 from detdiff_kernels import Affine, Dense, kernel

@@ -19,7 +19,8 @@ from detdiff.engines.mlx.engine import generate
 from detdiff.engines.mlx.taps.forward import Forward, Segment
 from detdiff.engines.mlx.taps.kernel_plan import TakenPath
 from detdiff.engines.mlx.taps.session import Session
-from detdiff.engines.mlx.taps.sites import Arrays, cache_classes, model_modules
+from detdiff.engines.mlx.taps.sites import Arrays
+from detdiff.engines.mlx.taps.tapping import cache_classes, model_modules
 
 STEPS = ((3, 1, 4, 1, 5), (9,), (2,))
 

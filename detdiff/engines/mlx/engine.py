@@ -21,7 +21,7 @@ from detdiff.engines.base import Begin, RunOptions, blas_in_use, chip, flags, im
 from detdiff.engines.mlx.taps.entries import Selection
 from detdiff.engines.mlx.taps.forward import DRAFT
 from detdiff.engines.mlx.taps.recorder import Recorder, RecordingSettings
-from detdiff.engines.mlx.taps.sites import model_modules
+from detdiff.engines.mlx.taps.tapping import model_modules
 from detdiff.engines.record import record as record_engine
 from detdiff.engines.schedule import Work
 from detdiff.engines.tasks import Pooling

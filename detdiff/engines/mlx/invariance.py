@@ -17,7 +17,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from detdiff.engines.mlx.taps.kernel_plan import NATIVE, CallSite, name_of
 from detdiff.engines.mlx.taps.operations import ATTENTION_NAMES, Operations
-from detdiff.engines.mlx.taps.sites import Untouched, tapped, tapped_calls
+from detdiff.engines.mlx.taps.tapping import Untouched, tapped, tapped_calls
 from detdiff.errors import EngineRefuses
 from detdiff.invariance.pinning import KEYS, Pins, SiteGroup, paired_seconds
 from detdiff.invariance.policies import RowPolicy

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from detdiff.engines.mlx.taps.kernel_plan import CallSite, operand, plain, weight_of
 from detdiff.engines.mlx.taps.operations import Operations
-from detdiff.engines.mlx.taps.sites import TAPPED, walk
+from detdiff.engines.mlx.taps.sites import walk
+from detdiff.engines.mlx.taps.tapping import TAPPED
 from detdiff.errors import OracleRefused
 from detdiff.explain.attention_bounds import AttentionOperation
 from detdiff.explain.bounds import Copied, Embedding, Linear, Norm, Rope, Switch, exact_weight, magnitude

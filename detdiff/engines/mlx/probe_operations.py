@@ -19,7 +19,8 @@ from detdiff.engines.mlx.taps.forward import memory
 from detdiff.engines.mlx.taps.kernel_plan import NATIVE, CallSite
 from detdiff.engines.mlx.taps.operations import Operations
 from detdiff.engines.mlx.taps.session import Session
-from detdiff.engines.mlx.taps.sites import Untouched, tapped, walk
+from detdiff.engines.mlx.taps.sites import walk
+from detdiff.engines.mlx.taps.tapping import Untouched, tapped
 from detdiff.errors import KernelPlanError, ProbeBackendUnusable, ProbeSiteUnknown, ScenarioRangeError
 from detdiff.probe.operation import (
     ONE_AFTER_THE_OTHER,

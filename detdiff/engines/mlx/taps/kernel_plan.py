@@ -31,7 +31,7 @@ from detdiff_kernels import (
 from detdiff_kernels.attention import Attention
 from detdiff_kernels.staging import summed
 
-from .sites import TAPPED
+from .tapping import TAPPED
 
 StagedWeights = dict[tuple[int, str, str, int], tuple[Module, Staged]]
 """By id of the module, kernel, dtype and expert (-1: none)."""

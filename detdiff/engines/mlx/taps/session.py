@@ -22,7 +22,8 @@ from .injected import InjectedFault, Injector
 from .kernel_plan import CallSite, StagedWeights, TakenPath
 from .latent import EMBED, UNEMBED, LatentCall, rows_alone
 from .operations import ATTENTION_NAMES, Operations, scanned
-from .sites import Arrays, Discovery, SiteMap, discover, tapped, tapped_top, walk
+from .sites import Arrays, Discovery, SiteMap, discover, walk
+from .tapping import tapped, tapped_top
 from .unread import CacheUpdate, CacheUpdates
 
 
