@@ -1,6 +1,6 @@
 """Reports: pure functions of a Divergence or a Verdict."""
 
-from detdiff.report.findings import headline
+from detdiff.report.headlines import headline
 from detdiff.report.json import DIVERGENCE as SCHEMA
 from detdiff.report.json import to_json, verdict_json
 from detdiff.report.saved import from_json

@@ -23,7 +23,6 @@ from .findings import (
     flip_lines,
     float64_lines,
     fragile_lines,
-    headline,
     lacking_lines,
     margin_lines,
     not_run_lines,
@@ -35,6 +34,7 @@ from .findings import (
     speculation_lines,
     verdict_lines,
 )
+from .headlines import headline
 from .roles import role_lines, role_score_lines
 from .views import VIEWS
 from .words import LONGEST, SENTENCE, asked, count, escaped, named, of_requests, passage, rules, sampling

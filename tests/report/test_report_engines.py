@@ -13,7 +13,7 @@ from detdiff.compare import Divergence, Magnitude, NotFiniteLogits, ScoreDiffere
 from detdiff.report import divergence_text
 from detdiff.report.build import build
 from detdiff.report.document import Report
-from detdiff.report.findings import headline
+from detdiff.report.headlines import headline
 from detdiff.report.html import html
 from detdiff.report.markdown import markdown
 from detdiff.report.saved import saved

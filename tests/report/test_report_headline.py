@@ -10,7 +10,7 @@ from detdiff.explain.verdict import Verdict
 from detdiff.report import divergence_text, verdict_text
 from detdiff.report.build import build
 from detdiff.report.document import Prose
-from detdiff.report.findings import headline
+from detdiff.report.headlines import headline
 
 
 def test_runs_that_part_in_their_books_alone_are_not_said_to_differ_in_bits() -> None:
