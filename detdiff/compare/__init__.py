@@ -1,7 +1,6 @@
 """Compares two traces: alignment, flips, origins, differing cache entries, metrics. Needs no model and no mlx."""
 
 from detdiff.compare.divergence import (
-    Acceptance,
     AcrossEngines,
     Agreement,
     CacheEntry,
@@ -12,18 +11,21 @@ from detdiff.compare.divergence import (
     EventCount,
     Events,
     Finding,
-    Flip,
-    Magnitude,
     Member,
     NotCompared,
-    NotFiniteLogits,
     Origin,
-    Proposed,
     RequestDivergence,
     RoleDifference,
     RunIdentity,
-    ScoreDifference,
     SiteDifference,
+)
+from detdiff.compare.flips import (
+    Acceptance,
+    Flip,
+    Magnitude,
+    NotFiniteLogits,
+    Proposed,
+    ScoreDifference,
     TextFlip,
     TokenChoice,
     Verification,

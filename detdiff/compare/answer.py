@@ -14,14 +14,12 @@ from detdiff.trace import Trace, parse_ranges
 from .alignment import CommonPorts, RowPairs
 from .details import Details, Runs
 from .divergence import (
-    Acceptance,
     Agreement,
     CacheEntry,
     Chunk,
     DifferingEntries,
     DraftDivergence,
     Finding,
-    Flip,
     FlipForward,
     Growth,
     LayerGrowth,
@@ -29,15 +27,11 @@ from .divergence import (
     Origin,
     OriginCount,
     PositionGrowth,
-    Proposed,
     RequestDivergence,
     SiteDifference,
-    TokenChoice,
-    TopToken,
-    Verification,
-    Verified,
 )
 from .events import chunk_of
+from .flips import Acceptance, Flip, Proposed, TokenChoice, TopToken, Verification, Verified
 from .origins import ROOT, FoundOrigin, Tally
 from .tokens import RequestPair, Steps
 

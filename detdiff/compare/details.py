@@ -13,7 +13,8 @@ from detdiff.trace import B_DTYPE, DTYPE_CODES, Trace
 
 from .alignment import CommonPorts, RowPairs
 from .digests import Scanner
-from .divergence import CacheEntry, Composition, EntryChange, Magnitude, Origin, SiteDifference
+from .divergence import CacheEntry, Composition, EntryChange, Origin, SiteDifference
+from .flips import Magnitude
 from .forwards import KernelCall, RunLog
 from .metrics import Values, measure
 from .origins import ROOT, FoundOrigin

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from .divergence import Magnitude, UlpBucket
+from .flips import Magnitude, UlpBucket
 
 _FLOAT_BITS = {"BF16": 16, "F16": 16, "F32": 32, "F64": 64}
 

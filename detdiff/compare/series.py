@@ -16,8 +16,9 @@ from detdiff.trace.log import MODELS
 
 from .answer import Pass
 from .digests import Distances
-from .divergence import Divergence, Flip, Member, PathUse, RequestDivergence
+from .divergence import Divergence, Member, PathUse, RequestDivergence
 from .events import deed
+from .flips import Flip
 from .forwards import RunLog, members_of
 from .grids import Cells, Grid
 from .ladder import Aligned, align, scan

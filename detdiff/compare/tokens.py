@@ -14,15 +14,8 @@ from detdiff.scenario import EMBED, GENERATE, SCORE
 from detdiff.scenario.sampling import same_choice
 from detdiff.trace import PHASES, Generated, Trace
 
-from .divergence import (
-    EmbeddingDifference,
-    Finding,
-    NotCompared,
-    NotFiniteLogits,
-    ScoreDifference,
-    ScoredText,
-    TextFlip,
-)
+from .divergence import Finding, NotCompared
+from .flips import EmbeddingDifference, NotFiniteLogits, ScoreDifference, ScoredText, TextFlip
 from .metrics import Values, measure
 
 NO_LIMIT: Final = 1 << 31

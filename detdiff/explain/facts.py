@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import numpy as np
 
-from detdiff.compare.divergence import Divergence, Finding, Origin, RequestDivergence, Verification
+from detdiff.compare.divergence import Divergence, Finding, Origin, RequestDivergence
+from detdiff.compare.flips import Verification
 from detdiff.engines.registry import changed_imports
 from detdiff.scenario import Scenario, Schedule
 from detdiff.scenario.sampling import PROCESSORS

@@ -6,15 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from detdiff.compare import Acceptance, Verified
-from detdiff.compare.divergence import (
-    Divergence,
-    Finding,
-    Flip,
-    Origin,
-    RequestDivergence,
-    RunIdentity,
-    TokenChoice,
-)
+from detdiff.compare.divergence import Divergence, Finding, Origin, RequestDivergence, RunIdentity
+from detdiff.compare.flips import Flip, TokenChoice
 from detdiff.explain.control import NOT_RUN, Control
 from detdiff.explain.verdict import Verdict
 

@@ -10,7 +10,7 @@ from answers import ANCHOR, FOLLOWER, QUIET, path, plan, run
 from synthetic_traces import Fault, Plan, together
 
 from detdiff.compare import AcrossEngines, Divergence, Finding
-from detdiff.compare.divergence import Acceptance, Proposed, Verification, Verified
+from detdiff.compare.flips import Acceptance, Proposed, Verification, Verified
 from detdiff.explain import Control
 from detdiff.explain.control import Figures
 from detdiff.explain.controls.finite import FiniteFigures

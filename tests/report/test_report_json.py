@@ -27,7 +27,8 @@ from detdiff.compare import (
     Values,
     measure,
 )
-from detdiff.compare.divergence import AcrossEngines, EmbeddingDifference, RoleDifference, ScoredText
+from detdiff.compare.divergence import AcrossEngines, RoleDifference
+from detdiff.compare.flips import EmbeddingDifference, ScoredText
 from detdiff.errors import AnswerError
 from detdiff.report import SCHEMA, from_json, to_json
 
