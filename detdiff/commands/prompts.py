@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from detdiff.errors import CommandError
-from detdiff.scenario import Request, Scenario
+from detdiff.scenario import Request, Scenario, are_messages
 
 
 def read_prompts(path: Path) -> tuple[dict[str, Any], ...]:
@@ -48,11 +48,7 @@ def _prompt(where: str, line: str, place: int) -> dict[str, Any]:
     found |= {key: value for key, value in given.items() if key != "messages"}
     if "messages" in given:
         messages = given["messages"]
-        if not (
-            isinstance(messages, list)
-            and messages
-            and all(isinstance(each, dict) and {"role", "content"} <= each.keys() for each in messages)
-        ):
+        if not are_messages(messages):
             raise CommandError(f"{where} has no list of messages, each with role and content; correct it.")
         one = messages[0] if len(messages) == 1 else None
         plain = one is not None and one["role"] == "user" and isinstance(one["content"], str)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +12,7 @@ import numpy as np
 from detdiff.engines.base import Engine, RunOptions
 from detdiff.engines.record import record
 from detdiff.errors import CommandError
-from detdiff.scenario import Request, Scenario
+from detdiff.scenario import Request, Scenario, prompt_messages
 from detdiff.trace import Place, Trace
 
 from .investigate import OnControl, Progress, explain
@@ -140,7 +139,7 @@ def _batch(a: Trace | None, b: Trace) -> list[str]:
     batches = [ids[first : first + schedule.active] for first in range(0, len(ids), schedule.active)]
     if a is None:
         return batches[0]
-    flipped = {id for id in ids if _first_other(_answer(a, id), _answer(b, id)) is not None}
+    flipped = {id for id in ids if _first_unequal(_answer(a, id), _answer(b, id)) is not None}
     return next((batch for batch in batches if flipped & set(batch)), batches[0])
 
 
@@ -160,9 +159,9 @@ def _replayed(
         if tokens is not None:
             own = Request(request.id, tokens=tuple(tokens))
         else:
-            messages = _messages(request)
+            messages = prompt_messages(request.prompt or "") if request.chat else None
             own = (
-                Request(request.id, messages=messages)
+                Request(request.id, messages=tuple(messages))
                 if messages
                 else Request(request.id, prompt=request.prompt, chat=request.chat)
             )
@@ -193,18 +192,6 @@ def _replayed(
         lost.append(f"of {len(asked.requests)} requests those of one batch are run: {', '.join(only)}")
     scenario, exact = _scheduled(trace, replace(base, requests=tuple(requests)), asked, served, lost)
     return Replayed(scenario, tuple(lost), exact)
-
-
-def _messages(request: Request) -> tuple[Mapping[str, Any], ...] | None:
-    """The messages of a chat prompt that is JSON of them, as a file of prompts has it."""
-    if not request.chat or not (request.prompt or "").lstrip().startswith("["):
-        return None
-    try:
-        found = json.loads(request.prompt or "")
-    except (ValueError, RecursionError):
-        return None
-    whole = all(isinstance(each, Mapping) and {"role", "content"} <= each.keys() for each in found)
-    return tuple(found) if found and whole else None
 
 
 def _other_lengths(trace: Trace, requests: Sequence[Request], engine: Engine) -> str:
@@ -310,7 +297,7 @@ def _text(found: Tokens, engine: Engine, sent: str) -> str:
     return found.lstrip()
 
 
-def _first_other(x: Tokens, y: Tokens) -> int | None:
+def _first_unequal(x: Tokens, y: Tokens) -> int | None:
     """The first index at which two answers differ, or at which one ends."""
     for index in range(min(len(x), len(y))):
         if x[index] != y[index]:
@@ -338,10 +325,10 @@ def _flips(
             there = [_text(each, engine, sent) for each in there]
         if any(id in _server(trace).get("miscounted", ()) for trace in (a, b) if trace is not None):
             here = [x if _all_of(x, y) else y for x, y in zip(there, here, strict=True)]
-        at, own = _first_other(*there), _first_other(*here)
+        at, own = _first_unequal(*there), _first_unequal(*here)
         if at is None and own is None:
             continue
-        alone = _first_other(there[0], here[0])
+        alone = _first_unequal(there[0], here[0])
         same = at == own and all(
             x[: (at or 0) + 1] == y[: (at or 0) + 1] for x, y in zip(there, here, strict=True)
         )

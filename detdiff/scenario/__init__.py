@@ -26,6 +26,8 @@ from detdiff.scenario.settings import (
     Schedule,
     Speculation,
     Turn,
+    are_messages,
+    prompt_messages,
 )
 
 __all__ = [
@@ -47,10 +49,12 @@ __all__ = [
     "Schedule",
     "Speculation",
     "Turn",
+    "are_messages",
     "is_address",
     "located",
     "nearest",
     "parse_flags",
+    "prompt_messages",
     "resolved",
     "toml_table",
     "toml_text",

@@ -5,12 +5,13 @@ An object that exists can be run, as far as that can be known without the model 
 
 from __future__ import annotations
 
+import json
 import re
 import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 from detdiff.errors import PromptAmbiguous, PromptMissing, ScenarioConflict, ScenarioRangeError
 from detdiff.scenario.keys import check_utf8, nearest
@@ -155,6 +156,26 @@ class Request:
         _between("max_tokens", self.max_tokens, 1)
         _between("arrival", self.arrival, 0)
         _between("cancel", self.cancel, 1)
+
+
+def are_messages(given: object) -> TypeGuard[list[dict[str, Any]]]:
+    """Whether ``given`` is a list of messages with role and content."""
+    return (
+        isinstance(given, list)
+        and bool(given)
+        and all(isinstance(each, dict) and {"role", "content"} <= each.keys() for each in given)
+    )
+
+
+def prompt_messages(prompt: str) -> list[dict[str, Any]] | None:
+    """The messages of a chat prompt that is JSON of a list of them, as a file of prompts has it; None where it is text."""
+    if not prompt.lstrip().startswith("["):
+        return None
+    try:
+        found = json.loads(prompt)
+    except (ValueError, RecursionError):
+        return None
+    return found if are_messages(found) else None
 
 
 @dataclass(frozen=True)

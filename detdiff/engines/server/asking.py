@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
 from dataclasses import dataclass
 from typing import Any
 
-from detdiff.scenario import Request
+from detdiff.scenario import Request, prompt_messages
 
 from .answers import ServerAnswer
 from .client import ServerClient
@@ -137,15 +136,4 @@ class Asking:
 
 def messages_of(prompt: str) -> list[Any]:
     """The messages of a chat prompt: JSON of a list of them, or the text of one from the user."""
-    if prompt.lstrip().startswith("["):
-        try:
-            found = json.loads(prompt)
-        except (ValueError, RecursionError):
-            found = None
-        if (
-            isinstance(found, list)
-            and found
-            and all(isinstance(each, dict) and {"role", "content"} <= each.keys() for each in found)
-        ):
-            return found
-    return [{"role": "user", "content": prompt}]
+    return prompt_messages(prompt) or [{"role": "user", "content": prompt}]

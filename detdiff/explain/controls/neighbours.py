@@ -19,17 +19,14 @@ SEED = 4
 
 
 @dataclass(frozen=True, eq=False)
-class NeighbourFigures(Figures):
-    """What changed of ``request`` first: ``where`` in words, a site with ``composition``, or a token or a cache entry.
+class ChangeFigures(Figures):
+    """What changed of ``request`` of ``side`` first: ``where`` in words, a site with ``composition``, or a token or a cache entry.
 
-    ``forwards_alike`` of ``forwards`` were looked at: those of the same composition. ``entry`` is the first changed cache
-    entry.
+    ``entry`` is the first changed cache entry.
     """
 
-    side: Side
-    request: str
-    forwards_alike: int | None = None
-    forwards: int | None = None
+    side: str
+    request: str | None = None
     where: str | None = None
     site: str | None = None
     kind: str | None = None
@@ -40,6 +37,14 @@ class NeighbourFigures(Figures):
     composition: tuple[Mapping[str, Any], ...] | None = None
     entry_kind: str | None = None
     entry: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class NeighbourFigures(ChangeFigures):
+    """What other neighbours changed; ``forwards_alike`` of ``forwards`` were looked at: those of the same composition."""
+
+    forwards_alike: int | None = None
+    forwards: int | None = None
 
 
 def _inside(facts: Facts) -> bool:

@@ -100,13 +100,13 @@ def served(case: Case) -> Outcome:
     turned = replace(scenario, requests=scenario.requests[::-1])
     inner = [request.id for request in scenario.requests[1:-1]]
     again, reversed_ = case.record(scenario, side), case.record(turned, side)
-    if _first_other(case.trace(side), again, inner) is not None:
+    if _first_changed(case.trace(side), again, inner) is not None:
         return Outcome("unsteady", f"side {side} in its own order does not repeat", ServedFigures(side))
-    other = _first_other(again, reversed_, inner)
+    other = _first_changed(again, reversed_, inner)
     if other is None:
         sentence = f"in reverse order, side {side} gives each request the same answer"
         return Outcome("equal", sentence, ServedFigures(side))
-    if _first_other(reversed_, case.record(turned, side), inner) is not None:
+    if _first_changed(reversed_, case.record(turned, side), inner) is not None:
         return Outcome("unsteady", f"side {side} in reverse order does not repeat", ServedFigures(side))
     sentence = (
         f"side {side} gives {other} another answer when its requests come in reverse order, and each order repeats: an answer depends on "
@@ -115,7 +115,7 @@ def served(case: Case) -> Outcome:
     return Outcome("differs", sentence, ServedFigures(side, other))
 
 
-def _first_other(a: Trace, b: Trace, ids: list[str]) -> str | None:
+def _first_changed(a: Trace, b: Trace, ids: list[str]) -> str | None:
     """The first of ``ids`` whose answers differ."""
     found = compare(a, b, requests=ids)
     return next((each.id for each in found.requests if each.stage is not None), None)
@@ -182,11 +182,11 @@ def other_neighbours(case: Case) -> Outcome:
             case, side, id, lambda tokens, draw: [draw() for _ in tokens], keep_length=True, seed=seed
         )
         first = case.record(scenario, side)
-        if _first_other(first, case.record(scenario, side), [id]) is not None:
+        if _first_changed(first, case.record(scenario, side), [id]) is not None:
             sentence = f"with the same other neighbours twice, {id} does not repeat"
             return Outcome("unsteady", sentence, ContentFigures(side, id, seed + 1))
         runs.append(first)
-    others = [run for run in runs[1:] if _first_other(runs[0], run, [id]) is not None]
+    others = [run for run in runs[1:] if _first_changed(runs[0], run, [id]) is not None]
     if not others:
         sentence = f"{CONTENTS} other contents of the same length beside {id} change nothing of it"
         return Outcome("equal", sentence, ContentFigures(side, id, CONTENTS))
@@ -228,7 +228,7 @@ def unset(case: Case) -> Outcome:
         body = {key: value for key, value in _body(case.scenario_a).items() if key != setting}
         scenario = case.scenario_a.with_changes(**{"engine.body": body or None})
         without = case.record(scenario, "a", on=open_engine(scenario))
-        if diverged and _first_other(without, case.b, diverged) is None:
+        if diverged and _first_changed(without, case.b, diverged) is None:
             sentence = f"without {setting}, side a gives bit for bit what side b gives with it, for all {len(diverged)} requests that differ"
             return Outcome("dropped", sentence, UnsetFigures(setting, len(diverged)))
     return Outcome("kept", "no setting of engine.body is answered as if it had not been asked for")

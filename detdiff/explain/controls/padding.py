@@ -2,36 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
-
 from detdiff.compare import compare
 from detdiff.engines.base import PADDING, Overrides
 from detdiff.trace import Trace
 
 from ..case import Case
-from ..control import CannotRun, Figures, Outcome, control
+from ..control import CannotRun, Outcome, control
 from ..facts import Facts
-from .neighbours import first_change
-
-
-@dataclass(frozen=True, eq=False)
-class PaddingFigures(Figures):
-    """Where ``request`` of ``side`` first changed: ``where`` in words, and what of the place is known."""
-
-    side: str
-    request: str | None = None
-    where: str | None = None
-    site: str | None = None
-    kind: str | None = None
-    layer: int | None = None
-    head: int | None = None
-    position: int | None = None
-    forward: int | None = None
-    composition: Sequence[Mapping[str, Any]] | None = None
-    entry_kind: str | None = None
-    entry: Mapping[str, Any] | None = None
+from .neighbours import ChangeFigures, first_change
 
 
 def _not_explained(facts: Facts) -> bool:
@@ -60,9 +38,9 @@ def padding(case: Case) -> Outcome:
     place = None if first is None else first_change(first, None)
     if first is None or place is None:
         sentence = f"with another token in the rows of padding of side {side}, no bit of any request changed"
-        return Outcome("equal", sentence, PaddingFigures(side))
+        return Outcome("equal", sentence, ChangeFigures(side))
     sentence = f"with another token in the rows of padding of side {side}, {first.id} changed, first at {place['where']}"
-    figures = PaddingFigures(side, first.id, **place)
+    figures = ChangeFigures(side, first.id, **place)
     if place.get("kind") == "switch":
         return Outcome("undecided", f"{sentence}, whose calls hold the rows of padding too", figures)
     return Outcome("differs", sentence, figures)
