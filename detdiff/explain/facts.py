@@ -359,6 +359,25 @@ class Facts:
         return tuple(finding for finding in self.divergence.workload if finding.what == "settings")
 
     @property
+    def asked_alone(self) -> bool:
+        """Whether nothing that was compared differs, and what was not compared in whole are requests with other sampling or limits, and
+        turns of theirs."""
+        found = self.divergence
+        if (
+            found is None
+            or not found.inconclusive
+            or self.outside
+            or not (found.a.complete and found.b.complete)
+        ):
+            return False
+        theirs = {str(finding.request) for finding in self.asked_otherwise}
+        for request in found.a.scenario.get("request", ()):
+            ids = {str(turn.get("id")) for turn in (request, *request.get("turn", ()))}
+            theirs |= ids if ids & theirs else set()
+        left = {each.id for each in found.not_compared} | {r.id for r in found.requests if not r.identical}
+        return bool(theirs) and left <= theirs
+
+    @property
     def chosen_otherwise(self) -> tuple[RequestDivergence, ...]:
         """Requests whose every compared digest is equal up to a token that differs, where nothing else parts."""
         if any(request.differing for request in self.diverged) or self.divergence is None:

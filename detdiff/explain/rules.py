@@ -287,6 +287,16 @@ RULES: Final[tuple[VerdictRule, ...]] = (
         stops=("repeat",),
     ),
     VerdictRule(
+        "asked",
+        "nothing that was compared differs, and what was left out is of requests whose sampling or limits differ, as max_tokens or cancel",
+        "configuration",
+        lambda facts: _incomplete(facts) and facts.asked_alone,
+        sentences.say_asked_alone,
+        ("settings", "compared"),
+        sentences.advise_configuration,
+        stops=(),
+    ),
+    VerdictRule(
         "incomplete",
         "nothing that was compared differs, and something was left out",
         "undetermined",

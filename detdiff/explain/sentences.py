@@ -170,6 +170,15 @@ def say_incomplete(facts: Facts) -> str:
     return "Nothing that was compared differs, and not everything could be compared."
 
 
+def say_asked_alone(facts: Facts) -> str:
+    found = dict.fromkeys(f"{finding.request}: {finding.detail}" for finding in facts.asked_otherwise)
+    more = f"; and {len(found) - 4} more" if len(found) > 4 else ""
+    return (
+        f"A difference of configuration: the two sides were asked for different things ({'; '.join([*found][:4])}{more}). Of what both "
+        "computed nothing differs."
+    )
+
+
 def say_asked_otherwise(facts: Facts) -> str:
     found = [*facts.settings, *(finding.detail for finding in facts.asked_otherwise)]
     return (

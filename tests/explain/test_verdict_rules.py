@@ -30,7 +30,7 @@ from verdict_facts import (
     two_engines,
 )
 
-from detdiff.compare import Divergence, Finding
+from detdiff.compare import Divergence, Finding, NotCompared
 from detdiff.explain import Control
 from detdiff.explain.controls.repeat import RepeatFigures
 from detdiff.explain.facts import CACHE_FINDINGS, CONTRADICTIONS, Facts, RecordedFacts
@@ -174,6 +174,19 @@ CASES: dict[str, tuple[Callable[[], Facts], Callable[[], Facts]]] = {
     "observed": (
         lambda: facts(observed(replace(equal(), identical=False, inconclusive=True))),
         lambda: facts(replace(equal(), identical=False, inconclusive=True)),
+    ),
+    "asked": (
+        lambda: facts(replace(equal(), identical=False, inconclusive=True, workload=(SETTINGS,))),
+        # Of another request nothing at all was compared.
+        lambda: facts(
+            replace(
+                equal(),
+                identical=False,
+                inconclusive=True,
+                workload=(SETTINGS,),
+                not_compared=(NotCompared("quiet", "the prompts differ"),),
+            )
+        ),
     ),
     "incomplete": (
         lambda: facts(replace(equal(), identical=False, inconclusive=True)),
