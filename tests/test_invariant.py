@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -177,6 +178,110 @@ def test_a_kernel_with_odd_numbers_of_rows_is_gone_around() -> None:
     with pytest.raises(KernelsNotPinned, match=r"pad:2 does not make .*layers\.0\.mlp\.down_proj"):
         held(loaded, policy="pad:2")
     assert str(held(loaded, policy="rows").pinned[0].policy) == "rows"
+
+
+class RareLinear(nn.Linear):
+    """A linear layer that computes one of ``rate`` outputs otherwise where a call has more than one row, whichever have such bits."""
+
+    rate = 1
+
+    def __call__(self, x: mx.array) -> mx.array:
+        y = super().__call__(x)
+        hit = y.view(mx.uint32) * 2654435761 < (1 << 32) // self.rate
+        return mx.where(hit, y * (1 + 2**-20), y) if x.size > x.shape[-1] else y
+
+
+class FlushingLinear(nn.Linear):
+    """A linear layer that flushes what is below the normal numbers to zero where a call has more than one row."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        y = super().__call__(x)
+        return mx.where(mx.abs(y) < 2.0**-126, 0, y) if x.size > x.shape[-1] else y
+
+
+@pytest.mark.parametrize(
+    ("kind", "rate", "seen"),
+    [(RareLinear, 2_000, True), (FlushingLinear, 1, True), (RareLinear, 10**7, False)],
+)
+def test_rare_outputs_are_seen_or_it_is_said_how_rare(kind: type, rate: int, seen: bool) -> None:
+    loaded = tiny("llama", seed=9)
+    loaded.model.layers[0].mlp.down_proj.__class__ = type(kind.__name__, (kind,), {"rate": rate})
+    found = held(loaded, compositions=0)
+    (group,) = [each for each in found.pinned if "layers.0.mlp.down_proj" in each.group.sites]
+    assert (group.sizes[:1] == (frozenset({1}),)) == seen
+    assert group.rarest * 3 >= 20_000 and (rate < group.rarest) == seen
+    rarest = min(each.rarest for each in found.pinned if each.rarest)
+    assert f"less than one of {rarest:,} outputs" in str(found)
+
+
+class Served:
+    """How many slots the forward that is running has, which a planted fault looks at and a probe of one layer does not see."""
+
+    slots = 1
+
+
+def planted(arch: str, monkeypatch: pytest.MonkeyPatch) -> LoadedModel:
+    loaded = tiny(arch, seed=11)
+    model = type(loaded.model)
+
+    def forward(self: Any, inputs: mx.array, *args: Any, **kw: Any) -> mx.array:
+        monkeypatch.setattr(Served, "slots", inputs.shape[0])
+        return model.__call__(self, inputs, *args, **kw)
+
+    loaded.model.__class__ = type(
+        model.__name__, (model,), {"__call__": forward, "__module__": model.__module__}
+    )
+    return replace(loaded, staged={}, apart=set())
+
+
+def moved(y: mx.array, wrong: bool) -> mx.array:
+    return y * (1 + 2**-20) if wrong else y
+
+
+@pytest.mark.parametrize(
+    ("where", "reached"),
+    some_now(itertools.product(("linear", "attention", "switch"), (True, False)), 3),
+)
+def test_a_planted_composition_is_gone_around_or_found(
+    where: str, reached: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reached: the fault depends on the layer's own call, which a policy changes; else on who is served, which none does."""
+    from mlx_lm.models import qwen3_moe
+
+    loaded = planted("qwen3_moe", monkeypatch)
+    layer = loaded.model.layers[1]
+    site = {
+        "linear": "layers.1.self_attn.o_proj",
+        "attention": "layers.0.self_attn.attention",
+        "switch": "layers.1.mlp.switch_mlp.down_proj",
+    }[where]
+    if where == "attention":
+        attend = qwen3_moe.scaled_dot_product_attention
+
+        def wrong(queries: mx.array, *args: Any, **kw: Any) -> mx.array:
+            return moved(attend(queries, *args, **kw), (queries.shape[0] if reached else Served.slots) > 1)
+
+        monkeypatch.setattr(qwen3_moe, "scaled_dot_product_attention", wrong)
+    else:
+        module = layer.self_attn.o_proj if where == "linear" else layer.mlp.switch_mlp.down_proj
+        kind = type(module)
+
+        def call(self: Any, x: mx.array, *args: Any, **kw: Any) -> mx.array:
+            rows = x.size // x.shape[-1]
+            return moved(kind.__call__(self, x, *args, **kw), rows > 8 if reached else Served.slots > 1)
+
+        other = type(kind.__name__, (kind,), {"__call__": call})
+        # A kernel is that of all layers, whom a batch has is one layer's fault.
+        for each in loaded.model.modules() if reached else [module]:
+            if type(each) is kind:
+                each.__class__ = other
+    if reached:
+        found = held(loaded, compositions=4)
+        paths = {str(each.policy) for each in found.pinned if each.group.kind == where}
+        assert paths - {"native"}, paths
+        return
+    with pytest.raises(KernelsNotPinned, match=f"in composition .* first at site {site}, request r"):
+        held(loaded, compositions=8)
 
 
 def test_everything_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,10 +46,35 @@ def tiny_llama(torch: Any) -> Any:
         eos_token_id=None,
         bos_token_id=None,
     )
-    model = LlamaForCausalLM(config)
-    # Larger than they come, so that tokens depend on the prompt.
+    return _larger(LlamaForCausalLM(config))
+
+
+def tiny_moe(torch: Any) -> Any:
+    """A random qwen3_moe of two layers with eight experts in transformers, float32."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(1)
+    config = Qwen3MoeConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=96,
+        moe_intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=8,
+        num_experts_per_tok=2,
+        eos_token_id=None,
+        bos_token_id=None,
+    )
+    return _larger(Qwen3MoeForCausalLM(config))
+
+
+def _larger(model: Any) -> Any:
+    """Weights larger than they come, so that tokens depend on the prompt."""
     for parameter in model.parameters():
-        if parameter.ndim == 2:
+        if parameter.ndim >= 2:
             parameter.data.mul_(8)
     return model.eval()
 

@@ -17,7 +17,7 @@ from detdiff.probe.operation import ProbeTarget
 from detdiff.scenario import KernelPlan, Scenario
 
 from .compositions import CheckedCompositions, check
-from .pinning import Pinnable, PinsKernels, SiteGroup, SitePolicy
+from .pinning import Pinnable, Pins, PinsKernels, SiteGroup, SitePolicy
 from .policies import AUTO, DECODE, NATIVE, SIZES, RowPolicy, cheapest, named, size_of
 from .sampled import SampledSizes, sample
 
@@ -45,11 +45,13 @@ class StepPrice:
 
 @dataclass(frozen=True)
 class PinnedGroup:
-    """What serves a group of sites. ``sizes`` says, of rows, which sizes of a call gave the same bits, a set each."""
+    """What serves a group of sites. Of rows, ``sizes`` says which sizes of a call gave the same bits, a set each; a kernel that
+    differs in less than one of ``rarest`` outputs would probably not have been seen."""
 
     group: SiteGroup
     policy: SitePolicy
     sizes: tuple[frozenset[int], ...] = ()
+    rarest: int = 0
 
     def __str__(self) -> str:
         text = f"{self.group}: {self.policy}"
@@ -70,8 +72,18 @@ class InvariantModel:
     plan: KernelPlan | None
     notes: tuple[str, ...] = field(default=())
 
+    @property
+    def pins(self) -> Pins:
+        """The policy of each group of sites."""
+        return {each.group: each.policy for each in self.pinned}
+
     def __str__(self) -> str:
         lines = [str(each) for each in self.pinned]
+        seen = [each.rarest for each in self.pinned if each.rarest]
+        if seen:
+            lines.append(
+                f"not seen: a linear kernel that differs in less than one of {min(seen):,} outputs may be taken for the same"
+            )
         if self.checked is None:
             lines.append("not checked: no composition was asked for")
         else:
@@ -111,7 +123,7 @@ def invariant(
     a policy that is none, or numbers that are none of compositions and batches, EngineUnusable for a model that cannot be pinned.
     """
     _refuse_other_numbers(compositions, price, seed)
-    with _invariant(
+    with pinned_engine(
         _engine(model),
         policy,
         KernelPlan(profile=kernels),
@@ -124,7 +136,7 @@ def invariant(
 
 
 @contextmanager
-def _invariant(
+def pinned_engine(
     engine: Engine,
     policy: str,
     kernels: KernelPlan,
@@ -134,6 +146,7 @@ def _invariant(
     seed: int = 0,
     on_step: OnStep | None = None,
 ) -> Iterator[InvariantModel]:
+    """`invariant` for an opened engine that has the capability, under what is left of ``kernels`` beside pins: a profile."""
     size_of(policy)
     pinning = cast(PinsKernels, engine).pinning(kernels)
     found = find_pins(pinning, policy, seed, on_step)
@@ -161,7 +174,7 @@ def pinned_scenario(
 
     Raises what `invariant` raises, and EngineUnusable for an engine that takes no kernel plan.
     """
-    with _invariant(
+    with pinned_engine(
         _pinnable(engine), AUTO, scenario.kernels, compositions=compositions, price=price, on_step=on_step
     ) as found:
         if found.plan is None:
@@ -216,7 +229,10 @@ def _by_rows(pinning: Pinnable, group: SiteGroup, policy: str) -> PinnedGroup:
         )
     as_it_comes = whole and str(chosen) == NATIVE
     return PinnedGroup(
-        group, RowPolicy(chosen.tiles, chosen.large, as_it_comes), tuple(sets) if len(sets) > 1 else ()
+        group,
+        RowPolicy(chosen.tiles, chosen.large, as_it_comes),
+        tuple(sets) if len(sets) > 1 else (),
+        found[0].rarest,
     )
 
 

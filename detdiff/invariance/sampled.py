@@ -1,7 +1,9 @@
 """Which sizes of a call give rows the same bits: the same drawn rows in calls of every size, enough of them for narrow layers.
 
 Two kernels round most outputs of a 16 bit type alike, so that few outputs show nothing. Rows whose products cancel show
-a different order of the sums far more often, and whoever names kernels by size needs no sample to tell these apart.
+a different order of the sums far more often, and whoever names kernels by size needs no sample to tell these apart. Rows of
+zeros, of products below the normal numbers and of large ones show kernels that treat such values otherwise. What is rarer than
+the sample is not seen, and `SampledSizes.outputs` says how rare.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ from detdiff_kernels.rounding import Float32, rounded
 
 OUTPUTS = 20_000
 """Ordinary outputs that each two sizes are compared by, at least."""
+_UNSEEN = 3
+"""Of n outputs that agree, less than 3 in n differ elsewhere, at 95 %: (1 - 3 / n) ** n is about 0.05."""
 _FEWEST = 8
 _CANCELLING = 16
 _LOUD = 8
@@ -26,15 +30,21 @@ _LOUD = 8
 @dataclass(frozen=True)
 class SampledSizes:
     """``sets`` of sizes that gave all rows the same bits, that of one row first where it is steady; ``steady``: no size
-    gave a row other bits at another place beside other rows."""
+    gave a row other bits at another place beside other rows. ``outputs`` is how many were compared for each size."""
 
     sets: tuple[frozenset[int], ...]
     steady: bool
+    outputs: int
 
     @property
     def whole(self) -> bool:
         """Whether nothing but the row mattered."""
         return self.steady and len(self.sets) == 1
+
+    @property
+    def rarest(self) -> int:
+        """A kernel that differs in one of so many outputs would probably have been seen, in fewer not."""
+        return self.outputs // _UNSEEN
 
 
 def sample(operation: ProbedOperation, sizes: Sequence[int], outputs: int) -> SampledSizes:
@@ -49,7 +59,7 @@ def sample(operation: ProbedOperation, sizes: Sequence[int], outputs: int) -> Sa
             steady = False
             continue
         found.setdefault((bits, _kernel(operation.routes, size)), []).append(size)
-    return SampledSizes(tuple(map(frozenset, found.values())), steady)
+    return SampledSizes(tuple(map(frozenset, found.values())), steady, len(rows) * outputs)
 
 
 def _kernel(routes: Callable[[int], tuple[Any, ...]] | None, size: int) -> tuple[str, ...]:
@@ -57,10 +67,14 @@ def _kernel(routes: Callable[[int], tuple[Any, ...]] | None, size: int) -> tuple
 
 
 def _drawn(operation: ProbedOperation, count: int) -> Float32:
-    """Normals (rows, k), every fifth louder, and rows whose products with some weights cancel, where these are known."""
+    """Normals (rows, k), every fifth louder, rows of rare values, and rows whose products with some weights cancel, where
+    these are known."""
     draw = np.random.default_rng(0)
     rows = draw.standard_normal((count, operation.k), dtype=np.float32)
     rows[::5] *= _LOUD
+    small, large = (-22, 8) if operation.dtype == "float16" else (-132, 60)
+    rare = np.stack([np.ldexp(rows[1], small), np.ldexp(rows[2], large), np.where(rows[3] > 1, rows[3], 0)])
+    rows = np.concatenate([rows, rare])
     if operation.weights is not None and operation.k > 1:
         with np.errstate(all="ignore"):  # a model's weights may hold anything
             cancelling = [

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import pytest
-from tiers import FULL
-from torch_models import tiny_llama, torch_or_skip
+from tiers import FULL, some_now
+from torch_models import tiny_llama, tiny_moe, torch_or_skip
 
 import detdiff
 from detdiff.errors import EngineRefuses, KernelsNotPinned
@@ -15,8 +18,8 @@ from detdiff.invariance.compositions import check
 COMPOSITIONS = 200 if FULL else 6
 
 
-def attending(torch: Any, implementation: str, dtype: str) -> Any:
-    model = tiny_llama(torch)
+def attending(torch: Any, implementation: str, dtype: str, make: Any = tiny_llama) -> Any:
+    model = make(torch)
     model.set_attn_implementation(implementation)
     return model.to(getattr(torch, dtype))
 
@@ -43,6 +46,78 @@ def test_what_differs_as_it_is_does_not_under_pins(implementation: str, dtype: s
     if any(str(each.policy) != "native" for each in found.pinned):
         with pytest.raises(KernelsNotPinned, match="first at site model"):
             check(TransformersEngine(model), 6, 0)
+
+
+@pytest.mark.thorough
+def test_experts_in_bfloat16() -> None:
+    """Experts and routers hold their weights in one tensor, and are groups of their own."""
+    torch = torch_or_skip()
+    from detdiff.engines.transformers.engine import TransformersEngine
+
+    model = attending(torch, "sdpa", "bfloat16", tiny_moe)
+    with detdiff.invariant(model, compositions=COMPOSITIONS, price=()) as found:
+        assert found.checked is not None and found.checked.count == COMPOSITIONS
+        groups = {each.group.shape: str(each.policy) for each in found.pinned if each.group.kind == "switch"}
+    assert set(groups) == {"Qwen3MoeExperts", "Qwen3MoeTopKRouter"}
+    if any(str(each.policy) != "native" for each in found.pinned):
+        with pytest.raises(KernelsNotPinned, match="first at site model"):
+            check(TransformersEngine(model), 6, 0)
+
+
+@pytest.mark.parametrize(
+    ("where", "reached"),
+    some_now(itertools.product(("linear", "attention", "switch"), (True, False)), 5),
+)
+def test_a_planted_composition_is_gone_around_or_found(where: str, reached: bool) -> None:
+    """Reached: the fault depends on the layer's own call, which a policy changes; else on who is served, which none does."""
+    torch = torch_or_skip()
+    from detdiff.engines.transformers.taps import attention_as
+
+    model = attending(torch, "sdpa", "float32", tiny_moe)
+    slots = [1]
+    model.register_forward_pre_hook(
+        lambda module, args, kwargs: slots.__setitem__(0, len(kwargs["input_ids"])), with_kwargs=True
+    )
+    site = {"linear": "self_attn.o_proj", "attention": "self_attn.attention", "switch": "mlp.experts"}[where]
+    layer = model.model.layers[1]
+
+    def moved(made: Any, own: bool) -> Any:
+        return made * (1 + 2**-20) if (own if reached else slots[0] > 1) else made
+
+    def call_moved(native: Any, x: Any, *args: Any) -> Any:
+        return moved(native(x, *args), x.numel() // x.shape[-1] > 8)
+
+    with ExitStack() as stack:
+        if where == "attention":
+
+            def change(native: Any) -> Any:
+                def call(module: Any, query: Any, *args: Any, **kwargs: Any) -> Any:
+                    made, weights = native(module, query, *args, **kwargs)
+                    wrong = module is layer.self_attn and (len(query) > 1 or not reached)
+                    return (moved(made, True) if wrong else made), weights
+
+                return call
+
+            stack.enter_context(attention_as(model, change))
+        else:
+            module = layer.self_attn.o_proj if where == "linear" else layer.mlp.experts
+            # A kernel is that of all layers, whom a batch has is one layer's fault.
+            for each in model.modules() if reached else [module]:
+                if type(each) is type(module):
+                    each.forward = partial(call_moved, each.forward)
+        if reached:
+            with detdiff.invariant(model, price=(), compositions=4) as found:
+                paths = {str(each.policy) for each in found.pinned if each.group.kind == where}
+            assert paths - {"native"}, paths
+            return
+        with (
+            pytest.raises(
+                KernelsNotPinned,
+                match=rf"in composition .* first at site model\.layers\.1\.{site}, request r",
+            ),
+            detdiff.invariant(model, price=(), compositions=8),
+        ):
+            pass
 
 
 def test_a_layer_that_mixes_rows_is_named() -> None:

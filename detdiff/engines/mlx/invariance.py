@@ -13,16 +13,18 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 from mlx.nn.layers.base import Module
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
 from detdiff.engines.mlx.taps.kernel_plan import NATIVE, CallSite, name_of
 from detdiff.engines.mlx.taps.operations import ATTENTION_NAMES, Operations
 from detdiff.engines.mlx.taps.tapping import Untouched, tapped, tapped_calls
 from detdiff.errors import EngineRefuses
+from detdiff.invariance.arrangements import Attend, AttentionHeads, differing_row
 from detdiff.invariance.pinning import KEYS, Pins, SiteGroup, paired_seconds
 from detdiff.invariance.policies import RowPolicy
 from detdiff.probe.operation import ONE_AFTER_THE_OTHER, ProbeTarget
 from detdiff.scenario import KernelPlan, PathRule
+from detdiff_kernels.rounding import Float32
 
 from .model import LoadedModel
 from .probe_operations import AS_LINEAR, ShapeSites, shapes_of
@@ -37,10 +39,7 @@ class _SeenAttention:
     """How a model calls attention: the function, its heads, and whether keys lie in a ring."""
 
     native: Callable[..., Any]
-    queries: int
-    keys: int
-    width: int
-    values: int
+    heads: AttentionHeads
     dtype: mx.Dtype
     scale: float
     sinks: mx.array | None
@@ -66,9 +65,9 @@ class _SeenCalls(Untouched):
         q, k, v = (given[name] for name in ATTENTION_NAMES[:3])
         if all(isinstance(each, mx.array) and each.ndim == 4 for each in (q, k, v)):
             ring = "Rotating" in type(given.get("cache")).__name__
-            heads = (q.shape[1], k.shape[1], q.shape[3], v.shape[3])
+            heads = AttentionHeads(q.shape[1], k.shape[1], q.shape[3], v.shape[3])
             self.attended.append(
-                _SeenAttention(native, *heads, q.dtype, float(given["scale"]), given.get("sinks"), ring)
+                _SeenAttention(native, heads, q.dtype, float(given["scale"]), given.get("sinks"), ring)
             )
         return native(*args, **kw)
 
@@ -105,7 +104,7 @@ class MlxPinning:
         self._attention: dict[SiteGroup, list[_SeenAttention]] = {}
         if seen.attended:
             shapes = dict.fromkeys(
-                f"{one.queries} heads of {one.width} over {one.keys}, {name_of(one.dtype)}{', in a ring' if one.ring else ''}"
+                f"{one.heads.queries} heads of {one.heads.width} over {one.heads.keys}, {name_of(one.dtype)}{', in a ring' if one.ring else ''}"
                 for one in seen.attended
             )
             group = SiteGroup(_ATTENTION, " and ".join(shapes), (f"{len(seen.attended)} calls a forward",))
@@ -149,8 +148,10 @@ class MlxPinning:
         if group in self._switches:
             module, dtype, native = self._switches[group]
             return _experts_differ(self._operations(path), module, dtype, native, seed)
+        operations = self._operations(path)
         for one in self._attention[group]:
-            found = _attention_differs(self._operations(path), one, seed)
+            found = differing_row(_attend(operations, one), one.heads, seed)
+            found = found or (_ring_differs(operations, one, seed) if one.ring else "")
             if found:
                 return found
         return ""
@@ -236,17 +237,7 @@ class _PinnedCalls(Untouched):
 def _distinct(seen: Sequence[_SeenAttention]) -> list[_SeenAttention]:
     found: dict[tuple[Any, ...], _SeenAttention] = {}
     for one in seen:
-        key = (
-            one.queries,
-            one.keys,
-            one.width,
-            one.values,
-            one.dtype,
-            one.scale,
-            one.sinks is None,
-            one.ring,
-        )
-        found.setdefault(key, one)
+        found.setdefault((one.heads, one.dtype, one.scale, one.sinks is None, one.ring), one)
     return list(found.values())
 
 
@@ -265,74 +256,38 @@ def _bits(array: mx.array) -> Any:
     return np.asarray(whole.view({1: mx.uint8, 2: mx.uint16, 4: mx.uint32}[array.itemsize]))
 
 
-_DRAWS = (
-    # slots, columns that are queries, keys at most
-    (1, 9, 9),
-    (2, 5, 31),
-    (3, 1, 40),
-    (4, 17, 17),
-    (5, 1, 13),
-    (2, 33, 70),
-    (2, 2, 1100),
-    (1, 1, 530),
-)
-
-
-def _attention_differs(operations: Operations, seen: _SeenAttention, seed: int) -> str:
-    """Drawn queries over drawn keys: in slots with padding on the left, several at a time, against each row alone."""
-    draw = np.random.default_rng([seed, 2])
+def _attend(operations: Operations, seen: _SeenAttention, cache: Any = None) -> Attend:
     place = CallSite(_ATTENTION, _ATTENTION, "any")
+    more = {} if seen.sinks is None else {"sinks": seen.sinks}
 
-    def made(*shape: int) -> mx.array:
-        return mx.array(draw.standard_normal(shape, dtype=np.float32)).astype(seen.dtype)
+    def attend(q: Float32, k: Float32, v: Float32, shown: Any) -> Any:
+        mask: Any = None
+        if shown is not None:
+            # As mlx-lm says it: the last row of a slot without padding sees every key.
+            whole = bool(shown[:, :, -1].all())
+            mask = mx.array(shown) if not whole else "causal" if q.shape[2] > 1 else None
+        given = (mx.array(each).astype(seen.dtype) for each in (q, k, v))
+        settings = {"cache": cache, "scale": seen.scale, "mask": mask, **more}
+        y: mx.array = operations.attention.run(place, seen.native, tuple(given), settings)[0]
+        return _bits(y.transpose(0, 2, 1, 3))
 
-    def attend(q: mx.array, k: mx.array, v: mx.array, mask: Any, cache: Any = None) -> mx.array:
-        more = {} if seen.sinks is None else {"sinks": seen.sinks}
-        y: mx.array = operations.attention.run(
-            place, seen.native, (q, k, v), {"cache": cache, "scale": seen.scale, "mask": mask, **more}
-        )[0]
-        return y
-
-    for slots, rows, keys in _DRAWS:
-        own = [keys, *(int(draw.integers(rows, keys + 1)) for _ in range(slots - 1))]
-        q = made(slots, seen.queries, rows, seen.width)
-        k, v = made(slots, seen.keys, keys, seen.width), made(slots, seen.keys, keys, seen.values)
-        at, columns = np.arange(keys - rows, keys)[:, None], np.arange(keys)[None]
-        mask = np.stack([(columns <= at) & (columns >= keys - length) for length in own])[:, None]
-        padded = any(length < keys for length in own)
-        given: Any = mx.array(mask) if padded else None if rows == 1 else "causal"
-        together = _bits(attend(q, k, v, given))
-        for slot, length in enumerate(own):
-            for row in range(rows):
-                last, first = keys - rows + row + 1, keys - length
-                alone = attend(
-                    q[slot : slot + 1, :, row : row + 1],
-                    k[slot : slot + 1, :, first:last],
-                    v[slot : slot + 1, :, first:last],
-                    None,
-                )
-                if not np.array_equal(_bits(alone)[0, :, 0], together[slot, :, row]):
-                    return (
-                        f"row {row} of {rows} in slot {slot} of {slots}, over {last - first} of {keys} keys with {first} columns of "
-                        "padding, is another than alone"
-                    )
-    return _ring_differs(attend, made, seen) if seen.ring else ""
+    return attend
 
 
-def _ring_differs(
-    attend: Callable[..., mx.array], made: Callable[..., mx.array], seen: _SeenAttention
-) -> str:
+def _ring_differs(operations: Operations, seen: _SeenAttention, seed: int) -> str:
     """A full window whose oldest key lies at another place, as in a ring that others have turned further."""
-    from mlx_lm.models.cache import RotatingKVCache
+    draw = np.random.default_rng([seed, 4])
+    heads = seen.heads
+
+    def drawn(*shape: int) -> Float32:
+        return draw.standard_normal(shape, dtype=np.float32)
 
     for keys, turned in ((12, 5), (16, 3), (64, 21), (64, 40), (200, 77), (200, 3)):
-        cache = RotatingKVCache(keys)
-        q = made(1, seen.queries, 1, seen.width)
-        k, v = made(1, seen.keys, keys, seen.width), made(1, seen.keys, keys, seen.values)
-        order = mx.array(np.roll(np.arange(keys), turned))
-        straight = attend(q, k, v, None, cache)
-        ring = attend(q, k[:, :, order], v[:, :, order], None, cache)
-        if not np.array_equal(_bits(straight), _bits(ring)):
+        attend = _attend(operations, seen, RotatingKVCache(keys))
+        q = drawn(1, heads.queries, 1, heads.width)
+        k, v = drawn(1, heads.keys, keys, heads.width), drawn(1, heads.keys, keys, heads.values)
+        order = np.roll(np.arange(keys), turned)
+        if not np.array_equal(attend(q, k, v, None), attend(q, k[:, :, order], v[:, :, order], None)):
             return f"a row over the same {keys} keys in another order, as a ring has them, is another"
     return ""
 

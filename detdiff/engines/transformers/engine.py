@@ -32,7 +32,7 @@ from detdiff.trace import Site
 from .linear_sites import as_computed, called_again, load_torch, operation_of
 from .padded import Given, PaddedBatches, text_ends
 from .rows import RowSink
-from .sites import ROLES, TorchSites, discover
+from .sites import ROLES, TorchSites, bits, discover
 from .taps import implementations, tapped
 
 if TYPE_CHECKING:
@@ -316,7 +316,7 @@ class TransformersEngine:
         seconds = time.perf_counter() - clock
         again = served.again(options, len(logits)) if logits else []
         equal = len(again) == len(logits) and all(
-            a.dtype == b.dtype and self._torch.equal(_bits(self._torch, a), _bits(self._torch, b))
+            a.dtype == b.dtype and self._torch.equal(bits(self._torch, a), bits(self._torch, b))
             for a, b in zip(logits, again, strict=True)
         )
         return {
@@ -398,11 +398,6 @@ def open_transformers(model: Any, settings: Mapping[str, Any]) -> TransformersEn
 
 def _without_dtype(options: RunOptions) -> RunOptions:
     return replace(options, overrides=replace(options.overrides, dtype=None))
-
-
-def _bits(torch: Any, tensor: Any) -> Any:
-    sizes = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return tensor.contiguous().view(sizes[tensor.element_size()])
 
 
 def _torch() -> Any:

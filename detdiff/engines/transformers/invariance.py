@@ -16,13 +16,16 @@ from typing import Any
 import numpy as np
 
 from detdiff.errors import KernelsNotPinned
+from detdiff.invariance.arrangements import Attend, AttentionHeads, differing_row
 from detdiff.invariance.pinning import KEYS, Pins, SiteGroup, paired_seconds
 from detdiff.invariance.policies import NATIVE, RowPolicy
+from detdiff.invariance.sampled import OUTPUTS
 from detdiff.probe.operation import ProbedOperation, ProbeTarget
 from detdiff.scenario import KernelPlan
+from detdiff_kernels.rounding import Float32
 
 from .linear_sites import TorchLinear, is_linear
-from .sites import replaced
+from .sites import bits, replaced
 from .taps import Attention, attention_as, experts, implementations, row_by_row
 
 _WORK = 1 << 30  # products of one call in a probe at most
@@ -38,6 +41,25 @@ class _TorchCalls(TorchLinear):
 
     def operation(self, seed: int) -> ProbedOperation:
         return replace(super().operation(seed), layout=self.shape_of_rows)
+
+
+@dataclass(frozen=True, eq=False)
+class _AttendingModule:
+    """How a module calls attention: the function, its heads, its queries and what else is given."""
+
+    module: Any
+    native: Attention
+    heads: AttentionHeads
+    query: Any
+    settings: dict[str, Any]
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """The same for calls that are tried once."""
+        plain = sorted(
+            (key, value) for key, value in self.settings.items() if isinstance(value, int | float | str)
+        )
+        return type(self.module), self.native, self.heads, self.query.dtype, tuple(plain)
 
 
 class TorchPinning:
@@ -60,18 +82,19 @@ class TorchPinning:
         self._name = name
         self._experts: dict[SiteGroup, list[tuple[Any, tuple[Any, ...], dict[str, Any]]]] = {}
         self._attention: SiteGroup | None = None
-        self._attended: tuple[Any, Attention, Any, Any, Any, dict[str, Any]] | None = None
+        self._attended: list[_AttendingModule] = []
         self._discover()
 
     def _discover(self) -> None:
         """One forward, which shows how experts and attention are called."""
         torch, model = self._torch, self._model
         called: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {}
-        attended: list[tuple[Any, Attention, Any, Any, Any, dict[str, Any]]] = []
+        attended: list[_AttendingModule] = []
 
         def seeing(native: Attention) -> Attention:
             def call(module: Any, query: Any, key: Any, value: Any, mask: Any = None, **kwargs: Any) -> Any:
-                attended.append((module, native, query, key, value, kwargs))
+                heads = AttentionHeads(query.shape[1], key.shape[1], query.shape[3], value.shape[3])
+                attended.append(_AttendingModule(module, native, heads, query, kwargs))
                 return native(module, query, key, value, mask, **kwargs)
 
             return call
@@ -94,13 +117,13 @@ class TorchPinning:
         for shape, names in by_class.items():
             self._experts[SiteGroup("switch", shape, tuple(names))] = [called[name] for name in names]
         if attended:
-            module, _, query, key, _, _ = attended[0]
-            shape = (
-                f"{query.shape[1]} heads of {query.shape[3]} over {key.shape[1]}, {str(query.dtype).rpartition('.')[2]}, "
-                f"{' and '.join(implementations(model))}"
+            shapes = dict.fromkeys(
+                f"{each.heads.queries} heads of {each.heads.width} over {each.heads.keys}, {str(each.query.dtype).rpartition('.')[2]}"
+                for each in attended
             )
+            shape = f"{' and '.join(shapes)}, {' and '.join(implementations(model))}"
             self._attention = SiteGroup("attention", shape, (f"{len(attended)} calls a forward",))
-            self._attended = attended[0]
+            self._attended = list({each.kind: each for each in attended}.values())
 
     @property
     def groups(self) -> Sequence[SiteGroup]:
@@ -128,76 +151,46 @@ class TorchPinning:
     def first_difference(self, group: SiteGroup, path: str, seed: int) -> str:
         with self._torch.no_grad():
             if group is self._attention:
-                return self._attention_differs(path, seed)
-            return next(
-                (found for each in self._experts[group] if (found := self._experts_differ(path, *each))), ""
-            )
+                tried = (differing_row(self._attend(each, path), each.heads, seed) for each in self._attended)
+            else:
+                tried = (self._experts_differ(path, seed, *each) for each in self._experts[group])
+            return next((found for found in tried if found), "")
 
-    def _experts_differ(self, path: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        """The rows of a forward, all and the first few, against each row alone."""
-        torch = self._torch
-        alone = row_by_row(torch, module)(*args, **kwargs)
-        wanted = _first(torch, alone).reshape(-1, _first(torch, alone).shape[-1])
-        for rows in (len(wanted), 1, 2, 3, 5, 8, 13):
-            some = [_rows(torch, each, rows, len(wanted)) for each in args]
-            more = {key: _rows(torch, each, rows, len(wanted)) for key, each in kwargs.items()}
-            run = module.forward if path == NATIVE else row_by_row(torch, module)
-            made = _first(torch, run(*some, **more)).reshape(rows, -1)
-            same = [torch.equal(made[row], wanted[row].reshape(-1)) for row in range(rows)]
-            if not all(same):
-                return f"row {same.index(False)} of {rows} is another than alone"
+    def _experts_differ(
+        self, path: str, seed: int, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> str:
+        """Rows of a forward, drawn in any order and more than once, against each of them alone."""
+        torch, draw = self._torch, np.random.default_rng([seed, 3])
+        alone = _tensors(torch, row_by_row(torch, module)(*args, **kwargs))
+        run = module.forward if path == NATIVE else row_by_row(torch, module)
+        for count in (_TOKENS, 1, 2, 3, 5, 8, 13, 40, *[_TOKENS] * (-(-OUTPUTS // alone[0].numel()))):
+            # Few different rows: an expert then has many at once.
+            kinds = draw.permutation(_TOKENS)[: draw.integers(1, _TOKENS + 1)]
+            rows = torch.from_numpy(draw.choice(kinds, count)).to(alone[0].device)
+            some = [_rows(torch, each, rows) for each in args]
+            more = {key: _rows(torch, each, rows) for key, each in kwargs.items()}
+            for made, own in zip(_tensors(torch, run(*some, **more)), alone, strict=True):
+                wanted = own.reshape(_TOKENS, -1)[rows]
+                same = (bits(torch, made.reshape(count, -1)) == bits(torch, wanted)).all(dim=1).tolist()
+                if not all(same):
+                    return f"row {same.index(False)} of {count} is another than alone"
         return ""
 
-    def _attention_differs(self, path: str, seed: int) -> str:
-        """Drawn queries over drawn keys: in slots with padding on the left, several at a time, against each row alone."""
-        assert self._attended is not None
-        torch, (module, native, query, key, value, kwargs) = self._torch, self._attended
-        attend = native if path == NATIVE else _by_keys(torch, native)
-        draw = torch.Generator().manual_seed(seed)
+    def _attend(self, seen: _AttendingModule, path: str) -> Attend:
+        torch, query = self._torch, seen.query
+        call = seen.native if path == NATIVE else _by_keys(torch, seen.native)
         eager = implementations(self._model) == ["eager"]
 
-        def made(like: Any, slots: int, rows: int) -> Any:
-            return (
-                torch.randn((slots, like.shape[1], rows, like.shape[3]), generator=draw)
-                .to(like.dtype)
-                .to(like.device)
-            )
+        def attend(q: Float32, k: Float32, v: Float32, shown: Any) -> Any:
+            mask = None
+            if shown is not None and (not shown[:, :, -1].all() or (eager and q.shape[2] > 1)):
+                mask = torch.from_numpy(shown).to(query.device)
+                if eager:
+                    mask = torch.where(mask, 0.0, torch.finfo(query.dtype).min).to(query.dtype)
+            given = (torch.from_numpy(each).contiguous().to(query.device, query.dtype) for each in (q, k, v))
+            return bits(torch, call(seen.module, *given, mask, **seen.settings)[0]).cpu().numpy()
 
-        for slots, rows, keys in (
-            (1, 9, 9),
-            (2, 31, 31),
-            (3, 1, 40),
-            (4, 17, 17),
-            (5, 1, 13),
-            (16, 1, 33),
-            (2, 70, 70),
-            (2, 1, 1100),
-        ):
-            pads = [
-                0,
-                *torch.randint(
-                    0, keys - rows + 1 if rows == 1 else keys // 2, (slots - 1,), generator=draw
-                ).tolist(),
-            ]
-            q, k, v = made(query, slots, rows), made(key, slots, keys), made(value, slots, keys)
-            at, columns = torch.arange(keys - rows, keys)[:, None], torch.arange(keys)[None]
-            seen = torch.stack([(columns <= at) & (columns >= pad) for pad in pads])[:, None].to(q.device)
-            mask = torch.where(seen, 0.0, torch.finfo(q.dtype).min).to(q.dtype) if eager else seen
-            if not any(pads) and (rows == 1 or not eager):
-                mask = None
-            together = attend(module, q, k, v, mask, **kwargs)[0]
-            for slot, pad in enumerate(pads):
-                for row in range(max(0, pad - (keys - rows)), rows):
-                    last = keys - rows + row + 1
-                    part = (each[slot : slot + 1, :, pad:last].contiguous() for each in (k, v))
-                    one = q[slot : slot + 1, :, row : row + 1].contiguous()
-                    alone = attend(module, one, *part, None, **kwargs)[0]
-                    if not torch.equal(alone[0, 0], together[slot, row]):
-                        return (
-                            f"row {row} of {rows} in slot {slot} of {slots}, over {last - pad} of {keys} keys with {pad} columns of "
-                            "padding, is another than alone"
-                        )
-        return ""
+        return attend
 
     def plan(self, pins: Pins) -> KernelPlan | None:
         return None
@@ -313,13 +306,13 @@ def _by_keys(torch: Any, native: Attention) -> Attention:
     return call
 
 
-def _first(torch: Any, made: Any) -> Any:
-    return made[0] if isinstance(made, tuple) else made
+def _tensors(torch: Any, made: Any) -> list[Any]:
+    return [each for each in (made if isinstance(made, tuple) else (made,)) if isinstance(each, torch.Tensor)]
 
 
-def _rows(torch: Any, each: Any, rows: int, count: int) -> Any:
-    """The first rows of what has one for each of ``count``."""
+def _rows(torch: Any, each: Any, rows: Any) -> Any:
+    """These rows of what has one for each token."""
     if not isinstance(each, torch.Tensor) or each.ndim < 2:
         return each
     flat = each.reshape(-1, each.shape[-1])
-    return flat[:rows].contiguous() if len(flat) == count else each
+    return flat[rows] if len(flat) == _TOKENS else each
