@@ -161,6 +161,11 @@ def _summarise(files: tuple[Place, ...], wanted: SummaryOptions, options: Mappin
     help="Repeat each side N times, even where nothing differs; default 2.",
 )
 @click.option(
+    "--measure-fix",
+    is_flag=True,
+    help="Where kernels make the difference, pin them as detdiff.invariant does, and measure what that costs here.",
+)
+@click.option(
     "--inside",
     metavar="WHERE",
     help="With runs of a server: run what it was asked on a local model, scenario file, or trace of detdiff serve.",
@@ -174,6 +179,7 @@ def explain(
     controls: tuple[str, ...],
     budget: int | None,
     repeats: int | None,
+    measure_fix: bool,
     inside: str | None,
     **options: Any,
 ) -> None:
@@ -190,7 +196,7 @@ def explain(
 
     if inside is not None:
         _explain_inside(comparison_asked(files, options), inside, controls, budget, options["as_json"])
-    verdict = explained(comparison_asked(files, options), controls, budget, progress, repeats)
+    verdict = explained(comparison_asked(files, options), controls, budget, progress, repeats, measure_fix)
     print_answer(
         options["as_json"], lambda: verdict_json(verdict), lambda: verdict_text(verdict, width=text_width())
     )

@@ -36,6 +36,7 @@ def explained(
     budget: int | None,
     progress: Progress,
     repeats: int | None = None,
+    measure_fix: bool = False,
 ) -> Verdict:
     """The verdict on what was asked for. Raises CommandError and what reading, recording and running raise."""
     found = sides(replace(asked, replay=True))
@@ -45,7 +46,7 @@ def explained(
         recorded(found, asked.keep, progress, engines, **across) as traces,
         ProgressBars(progress) as bars,
     ):
-        return verdict_on(traces, found, asked, engines, bars, controls, budget, repeats)
+        return verdict_on(traces, found, asked, engines, bars, controls, budget, repeats, measure_fix)
 
 
 def engines_of(
@@ -86,6 +87,7 @@ def verdict_on(
     controls: Sequence[str] = (),
     budget: int | None = None,
     repeats: int | None = None,
+    measure_fix: bool = False,
 ) -> Verdict:
     """The verdict on two traces, which names both sides as the user did. Raises what ``explain`` raises."""
     from detdiff.explain import explain
@@ -96,6 +98,7 @@ def verdict_on(
         budget=budget,
         engine=engines_of(asked, found, engines),
         repeats=repeats,
+        measure_fix=measure_fix,
         across_engines=asked.across_engines,
         across_models=asked.across_models,
         progress=bars.on_token,

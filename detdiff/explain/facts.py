@@ -182,6 +182,14 @@ def _not_finite(run: str, trace: Trace) -> Iterator[tuple[str, str, int | None]]
 
 
 @dataclass(frozen=True)
+class Fix:
+    """How kernels are pinned for good, in code, and what is known of its price before it was measured, as clauses."""
+
+    call: str
+    price: str
+
+
+@dataclass(frozen=True)
 class Facts:
     """What is known when a rule is asked. ``divergence`` is None where nothing could be compared, and ``why`` says why."""
 
@@ -191,6 +199,8 @@ class Facts:
     why: str = ""
     stateless: bool = True
     """Whether the engines say that their runs share nothing."""
+    fix: Fix | None = None
+    """Where both sides' one engine can pin its kernels."""
 
     def figures(self, kind: type[F]) -> F | None:
         """What the control whose results are of this kind found out."""

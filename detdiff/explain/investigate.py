@@ -16,6 +16,7 @@ from detdiff.trace import Place, Trace
 
 from .case import REPEATS, Case, opened_run
 from .control import NOT_RUN, Budget, CannotRun, Control, Outcome, Registered, registered
+from .controls.invariant import fix_of
 from .facts import Facts, RecordedFacts
 from .rules import RULES, decide, deciding
 from .verdict import Fragility, Verdict, fragility
@@ -34,6 +35,8 @@ DECIDING: Final = tuple(
     name for name in _CAN_DECIDE if name != "fresh" and ADDRESS not in CONTROLS[name].needs
 )
 """The controls that a verdict on an engine without state can rest on, which is no server; the others say more of what it is about."""
+FIX: Final = "invariant"
+"""The control that tries and prices what the verdict advises; it decides nothing."""
 ACROSS_ENGINES: Final = ("repeat", "roles")
 """The controls for two engines, which have no operation in common that could be held or put in."""
 ACROSS_MODELS: Final = ("repeat", "adapters")
@@ -54,6 +57,7 @@ def explain(
     repeats: int | None = None,
     across_engines: bool = False,
     across_models: bool = False,
+    measure_fix: bool = False,
     progress: Progress | None = None,
     on_control: OnControl | None = None,
 ) -> Verdict:
@@ -64,7 +68,8 @@ def explain(
     object or function with generate(requests, schedule); ``loaded`` and ``draft`` are models of mlx-lm that are loaded already.
     ``repeats`` is how often the control ``repeat`` runs each side; given, it runs where nothing differs too, as a rare change is in
     no run of two. ``across_models``: the sides may have different weights. ``across_engines``: the sides are two engines, whose operations
-    are judged by themselves, by the role of their sites. ``progress`` is called with tokens so far and at most, ``on_control`` before each
+    are judged by themselves, by the role of their sites. ``measure_fix``: where kernel paths make the difference, pin them as
+    `detdiff.invariant` does, on both sides, and measure what that costs. ``progress`` is called with tokens so far and at most, ``on_control`` before each
     control. Raises CommandError for an unknown control, and what reading, loading and running raise.
     """
     wanted = _wanted(controls)
@@ -103,9 +108,10 @@ def explain(
         and facts.divergence is not None
     ):
         wanted = ("repeat",)
-        verdict = decide(_run(case, facts, wanted, True, on_control))
+        facts = _run(case, facts, wanted, True, on_control)
     else:
-        verdict = decide(_run(case, facts, wanted, controls is not None, on_control))
+        facts = _run(case, facts, wanted, controls is not None, on_control)
+    verdict = decide(_with_fix(case, facts, on_control) if measure_fix else facts)
     return verdict if divergence.identical else replace(verdict, fragile=_fragile(case))
 
 
@@ -153,7 +159,20 @@ def _named(divergence: Divergence, given: Sequence[Trace | Scenario]) -> Diverge
 
 def _facts(case: Case, divergence: Divergence) -> Facts:
     stateless = all(getattr(engine, "stateless", False) for engine in case.engines.values())
-    return Facts(divergence, RecordedFacts.of(case.a, case.b), stateless=stateless)
+    return Facts(divergence, RecordedFacts.of(case.a, case.b), stateless=stateless, fix=fix_of(case))
+
+
+def _with_fix(case: Case, facts: Facts, on_control: OnControl | None) -> Facts:
+    """The same after the control ``invariant``, where kernel paths make the difference."""
+    if FIX in facts.controls:
+        return facts
+    if facts.held:
+        if on_control is not None:
+            on_control(FIX)
+        found = run_control(case, FIX)
+    else:
+        found = Control(FIX, NOT_RUN, "it is not shown that kernel paths make the difference", 0, 0.0)
+    return replace(facts, controls={**facts.controls, FIX: found})
 
 
 def _run(

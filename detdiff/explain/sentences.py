@@ -7,6 +7,7 @@ from typing import Final
 
 from .controls.choices import ChoiceFigures
 from .controls.finite import FiniteFigures
+from .controls.invariant import InvariantFigures
 from .controls.neighbours import NeighbourFigures
 from .controls.oracle import OracleFigures
 from .controls.pin_kernels import PinKernelsFigures
@@ -512,10 +513,24 @@ def advise_path(facts: Facts) -> str:
     )
     cost = pinned and pinned.cost
     more = f" Here that cost: {cost}." if cost else ""
-    advice = f"Where the text must not depend on the batch, pin the kernels: {how}.{more}"
+    advice = f"Where the text must not depend on the batch, pin the kernels: {how}.{more}{_fix(facts)}"
     if not _shows_paths(facts):
         return advice
     return f"{advice} `detdiff probe` measures on your machine at which number of rows the bits change and what each number costs."
+
+
+def _fix(facts: Facts) -> str:
+    """What finds and holds such kernels by itself, with its price where that was measured."""
+    if facts.fix is None:
+        return ""
+    tried = facts.controls.get("invariant")
+    if tried is not None and tried.result in ("remains", "not_run"):
+        return f" {facts.fix.call} was tried, too: {_said(facts, 'invariant')}"
+    figures = facts.figures(InvariantFigures)
+    price = facts.fix.price if figures is None else figures.cost
+    return (
+        f" {facts.fix.call} finds the cheapest kernels that hold and checks them before it begins; {price}."
+    )
 
 
 def advise_worse(facts: Facts) -> str:

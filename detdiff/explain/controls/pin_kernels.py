@@ -47,7 +47,7 @@ def pin_kernels(case: Case) -> Outcome:
         split = 1 << (rows - 1).bit_length() if rows > 1 else 2
         how = f"split_rows {split}, above every forward's {rows} rows, so that linear layers run row by row"
         traces = {side: case.record(_with_split(case.scenario(side), split), side) for side in "ab"}
-        tried.append(_entry("split_rows", traces) | {"split_rows": split})
+        tried.append(entry("split_rows", traces) | {"split_rows": split})
         if tried[-1]["tokens_equal"] and tried[-1]["bits_equal"]:
             return _outcome(case, how, traces, tried)
     lacking = case.lacking((PIN_KERNELS,))
@@ -55,7 +55,7 @@ def pin_kernels(case: Case) -> Outcome:
         raise CannotRun(lacking)
     pinned = Overrides(pin_kernels=True)
     traces = {side: case.record(case.scenario(side), side, overrides=pinned) for side in "ab"}
-    tried.append(_entry("single rows", traces))
+    tried.append(entry("single rows", traces))
     # Of two engines of one kind, what more one does goes for both.
     how = max((str(getattr(case.engine(side), "how_pinned", SINGLE_ROWS)) for side in "ab"), key=len)
     return _outcome(case, how, traces, tried)
@@ -77,7 +77,8 @@ def _with_split(scenario: Scenario, rows: int) -> Scenario:
     return replace(scenario, kernels=replace(scenario.kernels, split_rows=rows))
 
 
-def _entry(how: str, traces: Mapping[Side, Trace]) -> dict[str, Any]:
+def entry(how: str, traces: Mapping[Side, Trace]) -> dict[str, Any]:
+    """What two pinned runs have in common, and where they first differ, as JSON has it."""
     found = compare(traces["a"], traces["b"])
     return {
         "how": how,
