@@ -121,6 +121,7 @@ def bench_json(measured: Measurement, goodput: Goodput | None = None) -> dict[st
             "counts": None if result.counts is None else _counts(result.counts),
             "counts_as_simulated": result.simulated,
             "not_simulated": result.why or None,
+            "pinned": result.policy.pinned.splitlines() or None,
             "cache": None if result.memory is None else asdict(result.memory),
             "rounds": len(result.runs),
             "throughput": spread_json(throughput(result)),

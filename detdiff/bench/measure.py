@@ -149,26 +149,29 @@ def answers(
     options = RunOptions(observe=0, durable=False)
     with ExitStack() as stack:
         where = folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="detdiff-bench-")))
-        serial: list[tuple[Scenario, Trace]] = []
+        serial: list[tuple[Policy, Trace]] = []
         for number, result in enumerate(found):
             if progress is not None:
                 progress(f"recording {result.policy.name}", number, len(found))
-            scenario = result.policy.scenario
-            trace = record(scenario, where / str(number), engine=engine, options=options)
+            trace = _recorded(engine, result.policy, where / str(number), options)
             result.texts = [engine.decode(tokens) for tokens in _tokens(trace)]
             _count(result, trace, workload)
             if not serial:
-                serial.append((scenario, trace))
+                serial.append((result.policy, trace))
                 continue
             result.divergence = compare(serial[0][1], trace)
             alone = result.policy.alone(serial[0][0])
-            known = next((each for each in serial if each[0] == alone), None)
+            known = next((each for each in serial if each[0].runs_as(alone)), None)
             if known is None:
-                name = where / f"{number}-alone"
-                known = (alone, record(alone, name, engine=engine, options=options))
+                known = (alone, _recorded(engine, alone, where / f"{number}-alone", options))
                 serial.append(known)
             if known is not serial[0]:
                 result.own = compare(known[1], trace)
+
+
+def _recorded(engine: Engine, policy: Policy, path: Path, options: RunOptions) -> Trace:
+    with policy.held():
+        return record(policy.scenario, path, engine=engine, options=options)
 
 
 def _count(result: PolicyResult, trace: Trace, workload: Workload) -> None:
@@ -221,7 +224,8 @@ def measure(
                     done,
                     total,
                 )
-            run = timed(engine, result.policy.scenario, clock)
+            with result.policy.held():
+                run = timed(engine, result.policy.scenario, clock)
             done += 1
             if number:
                 result.runs.append(run)

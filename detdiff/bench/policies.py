@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Final
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Final, NoReturn, cast
 
+from detdiff.engines.base import INVARIANCE, Engine
 from detdiff.errors import PolicyUnusable, ScenarioError
-from detdiff.scenario import LLAMA, PathRule, Scenario, parse_flags
+from detdiff.invariance.invariant import COMPOSITIONS, pinned_engine
+from detdiff.invariance.pinning import PinsKernels
+from detdiff.invariance.policies import AUTO
+from detdiff.scenario import LLAMA, KernelPlan, PathRule, Scenario, parse_flags
 
 BASELINE: Final = "serial"
+INVARIANT: Final = "batch-invariant"
 DEFAULT: Final = ("static:8", "continuous:8", "continuous:8 layout=packed")
 KEYS: Final = (
     "schedule", "active", "layout", "row_budget", "prefill_chunk", "draft", "drafts", "kernels", "split_rows", "page_tokens",
@@ -22,10 +29,14 @@ _PAD = re.compile(r"pad:([1-9][0-9]{0,4})")
 
 @dataclass(frozen=True)
 class Policy:
-    """``name`` is what was asked for; ``scenario`` is the scenario under it."""
+    """``name`` is what was asked for; ``scenario`` is the scenario under it. ``invariant``: kernels are pinned so that no row depends on
+    others, which ``held`` does while a run lasts where the scenario's kernel plan cannot say it; ``pinned`` is how, in words."""
 
     name: str
     scenario: Scenario
+    invariant: bool = False
+    held: Callable[[], AbstractContextManager[Any]] = field(default=nullcontext, compare=False)
+    pinned: str = ""
 
     @property
     def at_once(self) -> int:
@@ -40,24 +51,72 @@ class Policy:
         apart = self.scenario.engine == LLAMA and not self.scenario.engine_settings.get("unified", False)
         return 0 if apart and self.at_once > 1 else self.at_once
 
-    def alone(self, serial: Scenario) -> Scenario:
+    def alone(self, serial: Policy) -> Policy:
         """One request after the other as the policy computes it: ``serial``, unless its kernels, draft or cache say otherwise."""
-        own = self.scenario
-        plain = (serial.kernels, serial.speculation, serial.cache.kv_bits)
-        if (own.kernels, own.speculation, own.cache.kv_bits) == plain:
+        own, plain = self.scenario, serial.scenario
+        others = (plain.kernels, plain.speculation, plain.cache.kv_bits, serial.invariant)
+        if (own.kernels, own.speculation, own.cache.kv_bits, self.invariant) == others:
             return serial
-        return replace(own, schedule=replace(own.schedule, kind="serial", active=None, row_budget=None))
+        schedule = replace(own.schedule, kind="serial", active=None, row_budget=None)
+        return replace(self, name=f"{BASELINE} as {self.name}", scenario=replace(own, schedule=schedule))
+
+    def runs_as(self, other: Policy) -> bool:
+        """Whether both are the same run."""
+        return (self.scenario, self.invariant) == (other.scenario, other.invariant)
 
 
 def policies(base: Scenario, asked: Sequence[str]) -> list[Policy]:
     """The policies of ``base``, serial first, which all others are compared with. A policy is flags, such as ``static:8`` or
-    ``continuous:8 layout=packed split_rows=4``; ``batch-invariant`` is short for ``kernels=batch-invariant``, and ``pad:N`` pads linear
-    calls of fewer rows to N.
+    ``continuous:8 layout=packed split_rows=4``; ``batch-invariant`` pins the model's kernels, once `with_pins` has found how, and ``pad:N``
+    pads linear calls of fewer rows to N.
 
     Raises PolicyUnusable for one that is unknown, twice there, or that the scenario cannot have.
     """
     names = list(dict.fromkeys([BASELINE, *(" ".join(each.split()) for each in asked)]))
-    return [Policy(name, _under(base, name)) for name in names]
+    return [
+        Policy(name, _under(base, name), True, _not_yet)
+        if INVARIANT in name.split()
+        else Policy(name, _under(base, name))
+        for name in names
+    ]
+
+
+def _not_yet() -> NoReturn:
+    raise AssertionError("an invariant policy runs once with_pins has found its kernels")
+
+
+def with_pins(engine: Engine, found: Sequence[Policy], compositions: int = COMPOSITIONS) -> list[Policy]:
+    """The same policies, of which those that are invariant have the cheapest kernels that hold on this engine: found once, and checked
+    in so many random compositions.
+
+    Raises PolicyUnusable for an engine whose kernels cannot be pinned, KernelsNotPinned where nothing holds.
+    """
+    known: dict[KernelPlan, Policy] = {}
+    return [_with_pins(engine, each, known, compositions) if each.invariant else each for each in found]
+
+
+def _with_pins(engine: Engine, policy: Policy, known: dict[KernelPlan, Policy], compositions: int) -> Policy:
+    plan = policy.scenario.kernels
+    if INVARIANCE not in engine.capabilities:
+        raise PolicyUnusable(
+            f"The policy {policy.name!r} pins kernels, and those of the engine {engine.name} cannot be pinned; expected mlx or transformers. "
+            "Leave it out, or split rows where the engine can: split_rows=N."
+        )
+    if plan not in known:
+        with pinned_engine(engine, AUTO, plan, compositions=compositions, price=()) as model:
+            if model.plan is not None:
+                scenario = replace(policy.scenario, kernels=model.plan)
+                known[plan] = replace(policy, scenario=scenario, held=nullcontext, pinned=str(model))
+            else:
+                pinning = cast(PinsKernels, engine).pinning(plan)
+                known[plan] = replace(policy, held=partial(pinning.pinned, model.pins), pinned=str(model))
+    of = known[plan]
+    return replace(
+        policy,
+        scenario=replace(policy.scenario, kernels=of.scenario.kernels),
+        held=of.held,
+        pinned=of.pinned,
+    )
 
 
 def _under(base: Scenario, name: str) -> Scenario:
@@ -66,8 +125,8 @@ def _under(base: Scenario, name: str) -> Scenario:
         found = _PAD.fullmatch(word)
         if found is not None:
             pad = int(found[1])
-        else:
-            words.append("kernels=batch-invariant" if word == "batch-invariant" else word)
+        elif word != INVARIANT:
+            words.append(word)
     # What a policy does not say is as plain as it can be, whatever the scenario had.
     plain = {"schedule": "serial", "active": None, "row_budget": None}
     try:

@@ -15,7 +15,7 @@ from typing import Any
 from detdiff.bench.counts import Counts, cache_memory
 from detdiff.bench.figures import bench_json
 from detdiff.bench.measure import WALL, Measurement, PolicyResult, Progress, answers, measure
-from detdiff.bench.policies import DEFAULT, policies
+from detdiff.bench.policies import DEFAULT, policies, with_pins
 from detdiff.bench.runs import Goodput
 from detdiff.bench.simulate import simulate
 from detdiff.bench.split import LEVELS, SplitSearch, find_split, split_levels
@@ -68,7 +68,8 @@ def measured(asked: BenchArguments, progress: Progress | None = None) -> Measure
     workload = _workload(asked, engine)
     _check_clock(asked.clock, workload, engine)
     scenario = _loaded(base, workload, engine, asked.seed)
-    found = [PolicyResult(policy) for policy in policies(scenario, asked.policies or DEFAULT)]
+    wanted = policies(scenario, asked.policies or DEFAULT)
+    found = [PolicyResult(each) for each in (wanted if engine is None else with_pins(engine, wanted))]
     environment = _environment(engine, asked.clock)
     result = Measurement(workload, found, 0 if asked.simulate else asked.rounds, environment)
     if engine is None:

@@ -19,7 +19,7 @@ from detdiff.bench import measure as measuring
 from detdiff.bench.counts import Counts, cache_memory, recorded
 from detdiff.bench.figures import vllm_json
 from detdiff.bench.measure import Measurement, PolicyResult
-from detdiff.bench.policies import policies
+from detdiff.bench.policies import policies, with_pins
 from detdiff.bench.runs import Goodput, TimedRun
 from detdiff.bench.simulate import packed, padded_batches, simulate, work_of
 from detdiff.bench.workload import Lengths, WorkItem, Workload, drawn, read
@@ -99,6 +99,7 @@ INVARIANT = [
     "continuous:8",
     "continuous:8 layout=packed",
     "continuous:8 layout=packed batch-invariant",
+    "continuous:8 layout=packed kernels=candle-metal batch-invariant",
     # Above every forward's rows: linear calls go row by row, whoever is beside.
     "continuous:8 layout=packed kernels=candle-metal split_rows=999",
 ]
@@ -108,18 +109,21 @@ def test_six_policies_are_counted_as_simulated_and_answer_as_serial_does(engine:
     count = 32 if THOROUGH else 4
     workload = drawn(count, Lengths.parse("exponential:6"), Lengths.parse("exponential:4"), seed=5)
     asked = [*INVARIANT, "continuous:8 layout=packed kernels=candle-metal"]
-    found = [PolicyResult(policy) for policy in policies(scenario_of(workload), asked)]
+    under = with_pins(engine, policies(scenario_of(workload), asked), compositions=1)
+    found = [PolicyResult(policy) for policy in under]
     measuring.answers(engine, found, workload, tmp_path)
-    assert [each.simulated for each in found] == [True] * 7
+    assert [each.simulated for each in found] == [True] * 8
     for number, each in enumerate(found[:-1]):
         assert each.invariance == "identical", each.policy.name
         alone = tmp_path / f"{number}-alone"
         # Native kernels compute a row alike for every number of rows here; others are compared with themselves, alone.
         assert alone.exists() == (number > 3), each.policy.name
-        if number <= 3:
+        # Stock MLX computes a row alike in calls of any size here, pinned or not.
+        if number <= 4:
             assert each.sameness == "identical" and each.texts == found[0].texts, each.policy.name
         else:
             assert each.texts == texts_of(engine, alone), each.policy.name
+        assert bool(each.policy.pinned) == ("batch-invariant" in each.policy.name)
     # The kernels of the last change with the rows beside, and it is told from those.
     assert found[-1].invariance != "identical"
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,8 +13,9 @@ from tiers import only_in_full
 from torch_models import need_torch, tiny_llama, torch_or_skip
 
 from detdiff.bench.measure import PolicyResult, answers, measure
-from detdiff.bench.policies import policies
+from detdiff.bench.policies import policies, with_pins
 from detdiff.bench.workload import Lengths, drawn
+from detdiff.errors import PolicyUnusable
 from detdiff.scenario import Scenario
 
 
@@ -74,6 +77,56 @@ def test_transformers_runs_the_batches_that_are_simulated() -> None:
     assert found[2].counts is not None and found[2].counts.padding > 0
 
 
+def test_pinned_kernels_answer_as_serial_does_in_transformers_and_others_do_not() -> None:
+    torch = torch_or_skip()
+    from detdiff.engines.transformers import TransformersEngine
+
+    model = tiny_llama(torch)
+    for layer in model.model.layers:
+        layer.self_attn.k_proj.forward = partial(halves_from_9_rows, torch, layer.self_attn.k_proj)
+    engine = TransformersEngine(model)
+    workload = drawn(4, Lengths.parse("5"), Lengths.parse("4"))
+    requests = [
+        {"tokens": [(7 * n + 3 * i) % 50 + 5 for i in range(5)], "max_tokens": 4, "ignore_stop": True}
+        for n in range(4)
+    ]
+    scenario = Scenario.from_dict(
+        {"model": "tiny", "engine": "transformers", "schedule": "static", "request": requests}
+    )
+    asked = ["static", "static batch-invariant", "static:3 batch-invariant"]
+    found = [PolicyResult(each) for each in with_pins(engine, policies(scenario, asked), compositions=2)]
+    answers(engine, found, workload)
+    measure(engine, found, 1)
+    serial, plain, *pinned = found
+    assert plain.sameness != "identical" and not plain.policy.pinned
+    for each in pinned:
+        assert each.invariance == "identical" and each.texts == serial.texts
+        assert "2 random compositions" in each.policy.pinned and each.runs
+    # Nothing of it is left on the model.
+    again = [PolicyResult(each) for each in policies(scenario, ["static"])]
+    answers(engine, again, workload)
+    assert again[1].sameness == plain.sameness
+
+
+def halves_from_9_rows(torch: Any, module: Any, x: Any) -> Any:
+    half, linear = module.weight.shape[1] // 2, torch.nn.functional.linear
+    if x.shape[0] * x.shape[1] >= 9:
+        return linear(x[..., half:], module.weight[:, half:]) + linear(x[..., :half], module.weight[:, :half])
+    flat = x.reshape(-1, x.shape[-1])
+    return torch.cat([linear(row[None], module.weight) for row in flat]).reshape(*x.shape[:-1], -1)
+
+
+def test_an_engine_without_kernels_to_pin_is_refused() -> None:
+    engine: Any = SimpleNamespace(name="llama.cpp", capabilities=frozenset())
+    asked = policies(Scenario.from_flags("tiny.gguf", ["x"], "engine=llama.cpp"), ["static batch-invariant"])
+    with pytest.raises(
+        PolicyUnusable, match="engine llama.cpp cannot be pinned; expected mlx or transformers"
+    ):
+        with_pins(engine, asked)
+    with pytest.raises(AssertionError, match="with_pins"), asked[1].held():
+        pass
+
+
 def under_policies(engine: Any, keys: dict[str, Any], asked: list[str], folder: Path) -> list[PolicyResult]:
     """32 requests of drawn lengths: each policy is counted as simulated, and what is identical has serial's text."""
     workload = drawn(32, Lengths.parse("exponential:3"), Lengths.parse("exponential:2"), seed=6)
@@ -86,7 +139,7 @@ def under_policies(engine: Any, keys: dict[str, Any], asked: list[str], folder: 
         for n, item in enumerate(workload.items)
     ]
     scenario = Scenario.from_dict({**keys, "schedule": "continuous", "request": requests})
-    found = [PolicyResult(policy) for policy in policies(scenario, asked)]
+    found = [PolicyResult(policy) for policy in with_pins(engine, policies(scenario, asked), compositions=2)]
     answers(engine, found, workload, folder)
     assert [each.simulated for each in found] == [True] * (len(asked) + 1)
     for each in found:
