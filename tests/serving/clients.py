@@ -15,6 +15,7 @@ import httpx2
 from command_line import run
 
 from detdiff.commands.serve import serve_scenario
+from detdiff.invariance.invariant import pinned_scenario
 from detdiff.serving.app import ServerBounds
 from detdiff.serving.server import RunningServer, ServeOptions, serving
 
@@ -92,10 +93,19 @@ def wait_for(happened: Any) -> None:
 
 @contextmanager
 def served(
-    engine: Any, flags: str = "", trace: Path | None = None, *, grace: float = 0.0, **bounds: int
+    engine: Any,
+    flags: str = "",
+    trace: Path | None = None,
+    *,
+    grace: float = 0.0,
+    invariant: bool = False,
+    **bounds: int,
 ) -> Iterator[Served]:
-    """The engine's model on a free port of the loopback address while the block lasts."""
+    """The engine's model on a free port of the loopback address while the block lasts; with its kernels pinned where it is to be
+    ``invariant``."""
     scenario = serve_scenario("builtin", flags)
+    if invariant:
+        scenario, _ = pinned_scenario(engine, scenario, compositions=2)
     options = ServeOptions(port=0, bounds=ServerBounds(**bounds), trace=trace, grace=grace)
     with (
         serving(engine, scenario, options) as server,

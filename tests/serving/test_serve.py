@@ -5,6 +5,7 @@ from __future__ import annotations
 import filecmp
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,11 @@ from clients import PROMPTS, Served, Streamed, compared, served
 from command_line import run
 
 from detdiff import Scenario, Trace, compare, record
+from detdiff.commands import serve as serving
 from detdiff.engines.mlx.live import PackedLive
 from detdiff.errors import TraceExists
+from detdiff.invariance.invariant import pinned_scenario
+from detdiff.serving.server import RunningServer
 
 
 def same_run_again(engine: Any, trace: Trace, again: Path) -> None:
@@ -47,6 +51,41 @@ def test_kernels_that_see_the_batch_change_answers_and_the_trace_gives_the_same_
     together = max(len({row["request"] for row in forward["rows"]}) for forward in trace.forwards())
     assert together >= 2
     same_run_again(engine, trace, tmp_path / "again")
+
+
+def alone_and_together(found: Served) -> tuple[list[Any], list[Any]]:
+    """Texts and log-probabilities of two requests, one after the other and at once."""
+    keys = {"max_tokens": 12, "ignore_eos": True, "logprobs": 3}
+    bodies = [{"prompt": prompt, **keys} for prompt in PROMPTS[:2]]
+    alone = [found.complete(**body)["choices"] for body in bodies]
+    return alone, [each["choices"] for each in found.together(bodies)]
+
+
+def test_pinned_kernels_answer_alone_as_beside_another_and_others_do_not(engine: Any, tmp_path: Path) -> None:
+    for invariant in (True, False):
+        path = tmp_path / f"served-{invariant}"
+        with served(engine, "kernels=candle-metal", path, invariant=invariant) as found:
+            alone, together = alone_and_together(found)
+        assert (alone == together) == invariant
+        trace = Trace.open(path)
+        assert trace.complete and len(trace.requests) == 4
+        assert 2 in {len({row["request"] for row in forward["rows"]}) for forward in trace.forwards()}
+        assert bool(Scenario.from_dict(trace.scenario).kernels.rules) == invariant
+
+
+@pytest.mark.thorough
+def test_the_command_serves_what_it_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(RunningServer, "serve_all", lambda self: seen.append(self))
+    monkeypatch.setattr(serving, "DECODE", (2,))
+    monkeypatch.setattr(serving, "pinned_scenario", partial(pinned_scenario, compositions=2))
+    for words in (["--invariant"], []):
+        found = run("serve", "--port", "0", *words)
+        assert found.exit_code == 0, found.output
+        assert (
+            "2 random compositions" in found.stdout and "price of a decode step at batch 2" in found.stdout
+        ) == bool(words)
+    assert len(seen) == 2
 
 
 def test_a_scheduler_that_gives_one_request_the_tokens_of_another_is_found(
