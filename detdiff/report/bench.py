@@ -94,8 +94,8 @@ def bench_blocks(measured: Measurement, goodput: Goodput | None = None) -> list[
             shares = ", ".join(f"{escaped(path)} {n / whole:.0%}" for path, n in paths)
             blocks.append(Item(f"kernel paths of {escaped(result.policy.name)}: ", shares))
     for pinned in dict.fromkeys(r.policy.pinned for r in measured.results if r.policy.pinned):
-        names = ", ".join(escaped(r.policy.name) for r in measured.results if r.policy.pinned == pinned)
-        blocks += [Item(f"pinned for {names}: ", escaped(line)) for line in pinned.splitlines()]
+        under = ", ".join(escaped(r.policy.name) for r in measured.results if r.policy.pinned == pinned)
+        blocks += [Item(f"pinned for {under}: ", escaped(line)) for line in pinned.splitlines()]
     reasons: dict[tuple[str, str], list[str]] = {}
     for result in measured.results:
         if result.why:
