@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Final
 
 import numpy as np
@@ -362,18 +363,25 @@ class RequestAnswer:
 
     def _counts(self, number: int) -> tuple[OriginCount, ...]:
         total: dict[tuple[str, int | None, str | None, str | None], int] = {}
-        for (request, call_a, call_b, place), count in self._done.tally.counts.items():
-            if request == number:
-                site = self._done.ports.sites[place]
-                path_a = self._runs.log_a.numbered(call_a).path
-                path_b = self._runs.log_b.numbered(call_b).path
-                key = (site.site.kind, site.site.layer, path_a, path_b)
-                total[key] = total.get(key, 0) + count
+        for call_a, call_b, place, count in self._counted.get(number, ()):
+            site = self._done.ports.sites[place]
+            path_a = self._runs.log_a.numbered(call_a).path
+            path_b = self._runs.log_b.numbered(call_b).path
+            key = (site.site.kind, site.site.layer, path_a, path_b)
+            total[key] = total.get(key, 0) + count
         found = [OriginCount(*key, count) for key, count in total.items()]
         found.sort(
             key=lambda c: (-c.count, c.layer is None, c.layer or 0, c.kind, c.path_a or "", c.path_b or "")
         )
         return tuple(found)
+
+    @cached_property
+    def _counted(self) -> dict[int, list[tuple[int, int, int, int]]]:
+        """Of each request (call a, call b, site, origins)."""
+        found: dict[int, list[tuple[int, int, int, int]]] = {}
+        for (request, call_a, call_b, place), count in self._done.tally.counts.items():
+            found.setdefault(request, []).append((call_a, call_b, place, count))
+        return found
 
     def _rewritten(self, request: RequestPair, rows: Int64) -> Rewritten | None:
         """The entries that one run alone stored anew, before the last of ``rows`` was computed; None without any.
@@ -418,13 +426,15 @@ class RequestAnswer:
 
     def _first_written(self, rows: Int64) -> CacheEntry | None:
         tally, pairs = self._done.tally, self._done.pairs
-        some = rows[tally.with_entries[rows]]
+        some = rows[tally.differing[rows] > 0]
+        if len(some):
+            some = some[tally.entries[some].any(axis=1)]
         if not len(some):
             return None
         forward = self._runs.a.row_index().forward[pairs.a[some]]
         some = some[forward == forward.min()]
-        n = int(np.argmax((tally.entries[:, some] > 0).any(axis=1)))
-        row = int(some[np.argmax(tally.entries[n, some] > 0)])
+        n = int(np.argmax((tally.entries[some] > 0).any(axis=0)))
+        row = int(some[np.argmax(tally.entries[some, n] > 0)])
         return self._done.details.cache_entry(row, tally.cache_sites[n])
 
     def _differing_entries(self, request: RequestPair, rows: Int64) -> DifferingEntries | None:
@@ -438,25 +448,30 @@ class RequestAnswer:
         unread = self._done.details.layers_read_alike(int(rows[last]))
         count = entries = 0
         layers: set[int] = set()
-        where = np.zeros(len(rows), dtype=bool)
-        differing = tally.entries[:, rows]
+        differing = tally.entries[rows]
         new = self._rewritten(request, rows)
         for n, place in enumerate(tally.cache_sites):
             site = ports.sites[place].site
-            present, found = tally.present(n, rows), differing[n]
             if new is not None and site.layer in new.layers and site.kind == "cache_write":
-                found = np.where(position < new.position, present, found)
-            if site.kind == "state" and present.any():
+                before = position < new.position
+                differing[:, n] = np.where(before, tally.present(n, rows), differing[:, n])
+            if site.kind == "state" and (present := tally.present(n, rows)).any():
                 latest = position == position[present > 0].max()
-                present, found = present * latest, found * latest
-            entries += int(present.sum())
-            if not found.any() or (site.kind == "cache_write" and site.layer in unread):
-                continue
-            count += int(found.sum())
-            layers |= {site.layer} if site.layer is not None else set()
-            where |= found > 0
+                differing[:, n] *= latest
+                entries += int((present * latest).sum())
+            else:
+                entries += tally.present_in(n, rows)
         if not entries:
             return None
+        counts, shown = differing.sum(axis=0, dtype=np.int64), []
+        for n in np.flatnonzero(counts).tolist():
+            site = ports.sites[tally.cache_sites[n]].site
+            if site.kind == "cache_write" and site.layer in unread:
+                continue
+            shown.append(n)
+            count += int(counts[n])
+            layers |= {site.layer} if site.layer is not None else set()
+        where = differing[:, shown].any(axis=1)
         ranges = _ranges(np.sort(position[where]))
         return DifferingEntries(count, entries, tuple(sorted(layers)), ranges, int(position[last]))
 
@@ -468,13 +483,17 @@ class RequestAnswer:
             if tally.layer_compared[number, n]
         )
         width = int(position.max()) // _BUCKETS + 1
-        buckets = []
-        for first in range(0, int(position.max()) + 1, width):
-            here = rows[(position >= first) & (position < first + width)]
-            if len(here):
-                differing, compared = int(tally.differing[here].sum()), int(tally.compared[here].sum())
-                buckets.append(PositionGrowth(first, first + width - 1, differing, compared))
-        return Growth(layers, tuple(buckets))
+        bucket = position // width
+        # As floats these sums are exact.
+        differing, compared = (
+            np.bincount(bucket, counted[rows]).astype(np.int64).tolist()
+            for counted in (tally.differing, tally.compared)
+        )
+        buckets = tuple(
+            PositionGrowth(n * width, n * width + width - 1, differing[n], compared[n])
+            for n in np.unique(bucket).tolist()
+        )
+        return Growth(layers, buckets)
 
 
 def _choice(steps: Steps, index: int, texts: dict[int, str]) -> TokenChoice:

@@ -35,10 +35,15 @@ class Details:
     """Reads single row pairs again."""
 
     def __init__(
-        self, runs: Runs, ports: CommonPorts, pairs: RowPairs, requests: Sequence[RequestPair]
+        self,
+        runs: Runs,
+        scanner: Scanner,
+        ports: CommonPorts,
+        pairs: RowPairs,
+        requests: Sequence[RequestPair],
     ) -> None:
         self._runs, self._ports, self._pairs, self._requests = runs, ports, pairs, requests
-        self._scanner = Scanner(runs.a, runs.b, ports, pairs)
+        self._scanner = scanner
 
     def forwards(self, row: int) -> tuple[int, int]:
         """The forwards of a row pair in each run."""
@@ -221,14 +226,13 @@ class Details:
             return "shape" if magnitude.shape_a != magnitude.shape_b else "bits"
         # A digest mixes the dtype in by a sum: equal bytes under two dtypes differ by exactly that.
         a, b = (
-            int(
-                trace.digests(rows[row : row + 1])[
-                    0, trace.tables[int(trace.row_index().table[rows[row]])][ports[port]]
-                ]
-            )
-            for trace, rows, ports in (
-                (self._runs.a, self._pairs.a, self._ports.a),
-                (self._runs.b, self._pairs.b, self._ports.b),
+            int(digests[trace.tables[int(trace.row_index().table[rows[row]])][ports[port]]])
+            for digests, trace, rows, ports in zip(
+                self._scanner.digests(row),
+                (self._runs.a, self._runs.b),
+                (self._pairs.a, self._pairs.b),
+                (self._ports.a, self._ports.b),
+                strict=True,
             )
         )
         gap = (a - b) % (1 << 64)

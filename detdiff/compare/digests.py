@@ -4,19 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from detdiff.trace import Shard, Trace
+from detdiff.trace.files import FileReader
+from detdiff.trace.shard import Tensor
 
-from .alignment import Columns, CommonPorts, RowPairs
+from .alignment import Columns, CommonPorts, RowPairs, in_order
+from .forwards import distinct
 from .metrics import Values, row_distances
 
 Int64 = NDArray[np.int64]
 Float64 = NDArray[np.float64]
+UInt64 = NDArray[np.uint64]
 
+_LOW: Final = (1 << 32) - 1
 _NEAR_BYTES: Final = 1 << 20  # of one trace: what was read is compared while the processor's cache has it
 _FAR_BYTES: Final = 16 << 20  # of the leading trace, held where the other has its rows in another order
 _LONG: Final = 16  # rows: shorter runs are not worth a read of their own
@@ -59,14 +65,15 @@ class Block:
 class Scanner:
     """Reads both traces along their row pairs.
 
-    One run leads and is read in its own order: the one whose neighbouring rows are more often of different requests.
-    A stretch of it then holds a few long runs of rows of the other, which the reverse would not.
+    One run leads and is read in its own order: the one whose neighbouring rows are more often of different requests, or that had
+    more rows in a forward. A stretch of it then holds a few long runs of rows of the other, which the reverse would not.
     """
 
     def __init__(self, a: Trace, b: Trace, ports: CommonPorts, pairs: RowPairs) -> None:
         self._ports, self._pairs = ports, pairs
-        self._sides = (_SideDigests(a, pairs.a), _SideDigests(b, pairs.b))
+        self._sides = _SideDigests(a, pairs.a), _SideDigests(b, pairs.b)
         self._columns: dict[tuple[int, int], Columns] = {}
+        self._last: tuple[int, tuple[UInt64, UInt64], Block] | None = None
 
     def columns(self, table_a: int, table_b: int) -> Columns:
         """The column pairs of two tables."""
@@ -79,79 +86,153 @@ class Scanner:
 
     def blocks(self) -> Iterator[Block]:
         """Every row pair once; each block stays within a few tens of megabytes whatever the traces' size."""
-        orders = [np.argsort(side.rows, kind="stable") for side in self._sides]
-        changes = [np.count_nonzero(np.diff(self._pairs.request[order])) for order in orders]
-        lead = int(changes[1] > changes[0])
-        order, other = orders[lead], self._sides[1 - lead]
+        lead, order = self._leading()
         shard = self._sides[lead].shard[order]
-        tables = (self._sides[0].table[order] << 32) | self._sides[1].table[order]
+        table_a, table_b = (side.table[order] for side in self._sides)
         bounds = [0, *(np.flatnonzero(np.diff(shard)) + 1).tolist(), len(shard)]
-        for start, stop in zip(bounds[:-1], bounds[1:], strict=True):
-            for both in np.unique(tables[start:stop]).tolist():
-                columns = self.columns(both >> 32, both & 0xFFFFFFFF)
-                rows = order[start:stop][tables[start:stop] == both]
-                step = columns.rows_in(_NEAR_BYTES if other.together(rows) else _FAR_BYTES)
-                for first in range(0, len(rows), step):
-                    yield self._block(rows[first : first + step], columns, lead)
+        try:
+            for start, stop in zip(bounds[:-1], bounds[1:], strict=True):
+                tables = (table_a[start:stop].astype(np.int64) << 32) | table_b[start:stop]
+                for both in distinct(tables).tolist():
+                    columns = self.columns(both >> 32, both & _LOW)
+                    rows = order[start:stop][tables == both]
+                    step = columns.rows_in(_FAR_BYTES)
+                    for first in range(0, len(rows), step):
+                        yield self._block(rows[first : first + step], columns, lead)
+        finally:
+            for side in self._sides:
+                side.files.close()
+
+    def _leading(self) -> tuple[int, Int64]:
+        """Which run leads, and the places of the row pairs in its order."""
+        first = np.arange(len(self._pairs))
+        if bool((self._pairs.b[1:] > self._pairs.b[:-1]).all()):
+            return 0, first
+        orders = first, in_order(self._pairs.b, len(self._sides[1].trace.row_index().request))
+        changes, forwards = zip(
+            *(
+                [np.count_nonzero(np.diff(field[order])) for field in (self._pairs.request, side.forward)]
+                for side, order in zip(self._sides, orders, strict=True)
+            ),
+            strict=True,
+        )
+        lead = int((changes[1], -forwards[1]) > (changes[0], -forwards[0]))
+        return lead, orders[lead]
 
     def pair(self, row: int) -> Block:
         """One row pair alone."""
-        a, b = self._sides
-        return self._block(np.array([row]), self.columns(int(a.table[row]), int(b.table[row])), 0)
+        return self._one(row)[1]
+
+    def digests(self, row: int) -> tuple[UInt64, UInt64]:
+        """The digests of one row pair in each run, uint64 [columns]."""
+        return self._one(row)[0]
+
+    def _one(self, row: int) -> tuple[tuple[UInt64, UInt64], Block]:
+        # One row is asked for several times in turn.
+        if self._last is None or self._last[0] != row:
+            a, b = (side.one(row) for side in self._sides)
+            columns = self.columns(*(int(side.table[row]) for side in self._sides))
+            bits = columns.bits(columns.differ(a, b))
+            self._last = row, (a[0], b[0]), Block(np.array([row]), columns, bits)
+        return self._last[1:]
 
     def _block(self, rows: Int64, columns: Columns, lead: int) -> Block:
-        held, other = self._sides[lead].digests(rows), self._sides[1 - lead]
+        differ = np.empty((len(rows), len(columns.a)), dtype=np.bool_)
+        held, other = self._sides[lead], self._sides[1 - lead]
         step = columns.rows_in(_NEAR_BYTES)
-        if len(rows) <= step:
-            return Block(rows, columns, _bits(columns, held, other.digests(rows), lead))
-        bits = np.empty((len(rows), columns.words), dtype=np.uint64)
-        for part in other.parts(rows, step):
-            bits[part] = _bits(columns, held[part], other.digests(rows[part]), lead)
-        return Block(rows, columns, bits)
+
+        def compared(
+            leading: UInt64, theirs: UInt64, out: NDArray[np.bool_] | None = None
+        ) -> NDArray[np.bool_]:
+            return columns.differ(theirs, leading, out) if lead else columns.differ(leading, theirs, out)
+
+        starts = np.flatnonzero(held.apart(rows) | other.apart(rows)) + 1
+        if len(starts) * _LONG <= len(rows):
+            # What lies together is read a part at a time, which the processor's cache has while it is compared.
+            for first, last in _parts(np.flatnonzero(held.apart(rows)) + 1, len(rows), step):
+                leading = held.read(int(rows[first]), last - first)
+                inside = starts[np.searchsorted(starts, first + 1) : np.searchsorted(starts, last)]
+                for start, stop in pairwise((first, *inside.tolist(), last)):
+                    theirs = other.read(int(rows[start]), stop - start)
+                    compared(leading[start - first : stop - first], theirs, differ[start:stop])
+        else:
+            whole = held.digests(rows)
+            for part in other.parts(rows, step):
+                differ[part] = compared(whole[_as_slice(part)], other.digests(rows[part]))
+        return Block(rows, columns, columns.bits(differ))
+
+
+def _parts(starts: Int64, end: int, step: int) -> Iterator[tuple[int, int]]:
+    """The first and the last place but one of stretches that begin at 0 and at ``starts``, in parts of ``step`` places."""
+    for start, stop in pairwise((0, *starts.tolist(), end)):
+        for first in range(start, stop, step):
+            yield first, min(first + step, stop)
+
+
+def _as_slice(places: Int64) -> slice | Int64:
+    """Ascending places as a slice where they are equally far apart, so that nothing is copied."""
+    if len(places) < 2:
+        return places
+    step = int(places[1] - places[0])
+    if step < 1 or not bool((np.diff(places) == step).all()):
+        return places
+    return slice(int(places[0]), int(places[-1]) + 1, step)
 
 
 class _SideDigests:
-    """One run's half of the row pairs: ``shard``, ``table`` and ``place`` in its table, int64 [n] each."""
+    """One run's half of the row pairs: ``forward``, ``shard``, ``table`` and ``place`` in its table, int32 [n] each."""
 
     def __init__(self, trace: Trace, rows: Int64) -> None:
         self.trace, self.rows = trace, rows
         index = trace.row_index()
-        self.shard, self.table, self.place = (
-            field[rows].astype(np.int64) for field in (index.shard, index.table, index.table_row)
+        self.forward, self.shard, self.table, self.place = (
+            field[rows] for field in (index.forward, index.shard, index.table, index.table_row)
         )
+        self.files = FileReader()
+        self._digests: tuple[Shard | None, int, Tensor | None] = (None, 0, None)
+        self._buffer = np.empty((0, 0), dtype=np.uint64)
 
-    def together(self, rows: Int64) -> bool:
-        """Whether row pairs of one table follow each other in one shard."""
+    def apart(self, rows: Int64) -> NDArray[np.bool_]:
+        """Where the next of row pairs of one table does not follow in the same shard, bool [n - 1]."""
         place, shard = self.place[rows], self.shard[rows]
-        return bool((place[1:] - place[:-1] == 1).all() and (shard == shard[0]).all())
+        return np.asarray((place[1:] - place[:-1] != 1) | (shard[1:] != shard[:-1]))
 
-    def digests(self, rows: Int64) -> NDArray[np.uint64]:
+    def read(self, row: int, count: int) -> UInt64:
+        """Digests of ``count`` rows that lie together, of which ``row`` is the first, uint64 [count, columns]; until the next call."""
+        shard, table = self.trace.shards[self.shard[row]], self.table[row]
+        known, of, tensor = self._digests
+        if shard is not known or table != of or tensor is None:
+            tensor = shard.tensors[f"digest/{table}"]
+            self._digests = shard, int(table), tensor
+        columns = tensor.shape[1]
+        if len(self._buffer) < count or self._buffer.shape[1] != columns:
+            self._buffer = np.empty((count, columns), dtype=np.uint64)
+        found = self._buffer[:count]
+        self.files.fill(shard.path, tensor.offset + int(self.place[row]) * columns * 8, found)
+        return found
+
+    def one(self, row: int) -> UInt64:
+        """Digests of one row pair, uint64 [1, columns]."""
+        place = int(self.place[row])
+        return self.trace.fetch(int(self.shard[row]), int(self.table[row]), place, place + 1)
+
+    def digests(self, rows: Int64) -> UInt64:
         """Digests of row pairs of one table, in the given order: uint64 [n, columns]."""
-        if not self.together(rows):
+        if self.apart(rows).any():
             return self.trace.digests(self.rows[rows])
         # Rows that lie together need no gathering, which would copy them once more.
-        first = rows[0]
-        start = int(self.place[first])
-        return self.trace.fetch(int(self.shard[first]), int(self.table[first]), start, start + len(rows))
+        return self.read(int(rows[0]), len(rows))
 
     def parts(self, rows: Int64, step: int) -> Iterator[Int64]:
         """Splits row pairs of one table, as places in ``rows``, so that what lies together in this run is one read."""
         order = np.argsort(self.rows[rows], kind="stable")
-        place, shard = self.place[rows[order]], self.shard[rows[order]]
-        starts = np.flatnonzero((np.diff(place) != 1) | (np.diff(shard) != 0)) + 1
+        starts = np.flatnonzero(self.apart(rows[order])) + 1
         if len(starts) * _LONG > len(rows):
             starts = starts[:0]
-        for run in np.split(order, starts):
-            yield from np.split(run, range(step, len(run), step))
+        for first, last in _parts(starts, len(order), step):
+            yield order[first:last]
 
 
-def _bits(
-    columns: Columns, leading: NDArray[np.uint64], other: NDArray[np.uint64], lead: int
-) -> NDArray[np.uint64]:
-    return columns.differ(other, leading) if lead else columns.differ(leading, other)
-
-
-_LOW: Final = (1 << 32) - 1
 _ELEMENTS: Final = (
     1 << 20
 )  # of one trace at a time; as float64 with its intermediate results a few tens of MB

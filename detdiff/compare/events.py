@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from detdiff.trace import PHASES, Trace, format_ranges
 
@@ -563,13 +564,16 @@ def _chunk(run: RunEvents, event: Event) -> str:
 def chunk_of(trace: Trace, request: int, forward: int) -> int | None:
     """Which of a request's prefill forwards this is, from 0; None where it is none of them."""
     rows = trace.row_index()
-    mine = (rows.request == request) & (rows.phase == PHASES.index("prefill"))
-    forwards = rows.forward[mine]
-    # Rows lie in execution order, so that nearly all that sorting would take out is taken out before.
-    some = forwards[np.flatnonzero(np.diff(forwards, prepend=-1))]
-    ordered = some if bool((some[1:] > some[:-1]).all()) else np.unique(some)
-    found = np.flatnonzero(ordered == forward)
-    return int(found[0]) if len(found) else None
+    # Rows lie in execution order.
+    first, last = np.searchsorted(rows.forward, np.array((forward, forward + 1), np.int32)).tolist()
+
+    def mine(of: slice) -> NDArray[np.bool_]:
+        return np.asarray((rows.request[of] == request) & (rows.phase[of] == PHASES.index("prefill")))
+
+    if not mine(slice(first, last)).any():
+        return None
+    earlier = rows.forward[:first][mine(slice(first))]
+    return int(np.count_nonzero(np.diff(earlier, prepend=-1)))
 
 
 def _counts(a: RunEvents, b: RunEvents) -> tuple[EventCount, ...]:

@@ -165,7 +165,7 @@ def scan(aligned: Aligned, watch: OriginWatch | None = None) -> Pass:
     for found in rules.origins():
         settled[found.row, found.place] = found.how
         tally.claim(found.place, np.array([found.row]), np.array([rules.place_of(found)]), forward_a)
-    details = Details(runs, ports, pairs, aligned.pairing.pairs)
+    details = Details(runs, scanner, ports, pairs, aligned.pairing.pairs)
     return Pass(ports, pairs, tally, details, settled, aligned.across_models)
 
 

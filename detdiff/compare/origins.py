@@ -217,7 +217,7 @@ class Tally:
     """Sums over blocks. ``n`` is the number of row pairs, ``r`` of streams (requests of a model), ``s`` of common sites.
 
     ``differing`` and ``compared`` int32 [n] count digests per row; ``origins`` int32 [n] origins per row.
-    ``entries`` uint8 or uint16 [cache and state sites, n] counts differing cache entries per row.
+    ``entries`` uint8 or uint16 [n, cache and state sites] counts differing cache entries per row.
     ``layer_differing`` and ``layer_compared`` int64 [r, layers].
     ``carried`` int64 [r, s], and ``lasting``, ``touched``, ``pending`` [r, s + 1] with ROOT last, hold the smallest
     position << 32 | row place at which that happened, or NEVER; so does ``differs`` [r, cache and state sites] for
@@ -248,10 +248,12 @@ class Tally:
             n for n, s in enumerate(ports.sites) if s.site.kind in ("cache_write", "state")
         )
         most = max((len(ports.sites[n].outputs) for n in self.cache_sites), default=0)
-        self.entries = np.zeros((len(self.cache_sites), rows), dtype=np.uint8 if most < 256 else np.uint16)
+        self.entries = np.zeros((rows, len(self.cache_sites)), dtype=np.uint8 if most < 256 else np.uint16)
         self.differs = np.full((requests, len(self.cache_sites)), NEVER, dtype=np.int64)
         self._columns: list[Columns] = []
         self._rules: list[Rules] = []
+        # By pair of tables and cache site, the column pairs of its entries, where there are any.
+        self._entries_of: list[dict[int, list[int]]] = []
         self._columns_of = np.zeros(rows, dtype=np.int32)
         self._waiting: dict[int, list[Block]] = {}
         self._waiting_bytes = 0
@@ -278,7 +280,10 @@ class Tally:
             self._watch.block(block)
         rows, columns = block.rows, block.columns
         number = self._number(columns)
-        self._columns_of[rows] = number
+        if number:
+            self._columns_of[rows] = number
+        if not block.bits.any():
+            return
         differing = np.bitwise_count(block.bits).sum(axis=1, dtype=np.int32)
         self.differing[rows] = differing
         diverged = np.flatnonzero(differing)
@@ -300,22 +305,28 @@ class Tally:
             per_request = np.bincount(self._pairs.stream[rows], minlength=len(self.layer_compared))
             self.layer_compared += per_request[:, None] * per_layer
 
-    @cached_property
-    def with_entries(self) -> NDArray[np.bool_]:
-        """Whether any cache entry of a row differs, bool [rows]; to be asked once all rows are settled."""
-        return np.asarray(self.entries.any(axis=0))
-
     def judged(self, columns: Columns, differ: Sequence[Mask]) -> RowOrigins:
         """The verdict on some rows of a block; ``differ`` has the rows in which each column pair differs."""
         return self._rules[self._number(columns)].judge(differ)
 
     def present(self, n: int, rows: Int64) -> Int64:
         """How many entries of cache site ``n`` were compared in each of ``rows``, int64."""
-        outputs = list(self._ports.sites[self.cache_sites[n]].outputs)
-        counts = [int(np.count_nonzero(columns.pair[outputs] >= 0)) for columns in self._columns]
+        counts = self._present[n]
         if len(set(counts)) == 1:
             return np.full(len(rows), counts[0], np.int64)
         return np.array(counts, np.int64).take(self._columns_of.take(rows))
+
+    def present_in(self, n: int, rows: Int64) -> int:
+        """The same, of all ``rows`` together."""
+        counts = self._present[n]
+        return counts[0] * len(rows) if len(set(counts)) == 1 else int(self.present(n, rows).sum())
+
+    @cached_property
+    def _present(self) -> list[list[int]]:
+        """How many entries of each cache site the rows of each pair of tables have; to be asked once all rows are settled."""
+        return [
+            [len(entries.get(n, ())) for entries in self._entries_of] for n in range(len(self.cache_sites))
+        ]
 
     def _layers_of(self, columns: Columns) -> Int64:
         """The place in ``layers`` of each column pair; one that several ports share counts for the first of them."""
@@ -329,6 +340,11 @@ class Tally:
         if number == len(self._columns):
             self._columns.append(columns)
             self._rules.append(Rules(self._ports, columns))
+            pairs = [
+                columns.pair[list(self._ports.sites[place].outputs)].tolist() for place in self.cache_sites
+            ]
+            there = [[pair for pair in found if pair >= 0] for found in pairs]
+            self._entries_of.append({n: found for n, found in enumerate(there) if found})
         return number
 
     def _judge_waiting(self, forward_a: Int64) -> None:
@@ -351,14 +367,7 @@ class Tally:
             self._layers_of(columns), counts, len(self.layers)
         ).astype(np.int64)
         key = (self._pairs.position[rows] << 32) | rows
-        for n, place in enumerate(self.cache_sites):
-            found = columns.pair[list(self._ports.sites[place].outputs)]
-            self._note_earliest(
-                self.differs[number], {n: union(differ[pair] for pair in found if pair >= 0)}, key
-            )
-            bits = np.unpackbits(turned[found[found >= 0]], axis=1, count=len(rows), bitorder="little")
-            # Eight bits at a time are summed in a third of the time of sixteen.
-            self.entries[n, rows] = bits.sum(axis=0, dtype=np.uint8 if len(bits) < 256 else np.uint16)
+        self._count_entries(block, turned, differ, key)
         judged = self.judged(columns, differ)
         self.blind += judged.blind
         self._note_earliest(self.carried[number], judged.carried, key)
@@ -376,6 +385,20 @@ class Tally:
             claimed = _places(mask, len(rows))
             if len(claimed):
                 self.claim(place, rows[claimed], at[claimed], forward_a)
+
+    def _count_entries(
+        self, block: Block, turned: NDArray[np.uint8], differ: Sequence[Mask], key: Int64
+    ) -> None:
+        """Count the cache entries that differ in each row of one request, and note the earliest of each site."""
+        entries = self._entries_of[self._number(block.columns)]
+        earliest = {n: union(differ[pair] for pair in found) for n, found in entries.items()}
+        self._note_earliest(self.differs[int(self._pairs.stream[block.rows[0]])], earliest, key)
+        counts = np.zeros((len(self.cache_sites), len(block.rows)), dtype=self.entries.dtype)
+        for n, pairs in entries.items():
+            bits = np.unpackbits(turned[pairs], axis=1, count=len(block.rows), bitorder="little")
+            # Eight bits at a time are summed in a third of the time of sixteen.
+            bits.sum(axis=0, dtype=counts.dtype, out=counts[n])
+        self.entries[block.rows] = counts.T
 
     def _note_earliest(self, into: Int64, masks: Mapping[int, Mask], key: Int64) -> None:
         for place, mask in masks.items():
@@ -466,10 +489,9 @@ class SettledOrigins:
         """
         claimed: dict[int, list[int]] = {}
         sites = range(len(self._ports.sites))
-        for place in (*sites, ROOT):
+        for place in np.flatnonzero(self._tally.pending[number] != NEVER).tolist():
             key = int(self._tally.pending[number, place])
-            if key == NEVER:
-                continue
+            place = ROOT if place == len(sites) else place
             row, position = key & _LOW, key >> 32
             inside = sites if place == ROOT else self._ports.sites[place].descendants
             unclear = self._judged(row).unclear

@@ -42,10 +42,11 @@ class Steps:
         of the request's tokens, where they are known."""
         if mine is None:
             mine = np.flatnonzero(generated.request == request)
-        index = generated.index[mine]
-        found, last = np.unique(index[::-1], return_index=True)
-        whole = int(np.argmin(np.append(found == np.arange(len(found)), False)))
-        rows = mine[len(mine) - 1 - last[:whole]]
+        index, rows = generated.index[mine], mine
+        if not np.array_equal(index, np.arange(len(index))):
+            found, last = np.unique(index[::-1], return_index=True)
+            whole = int(np.argmin(np.append(found == np.arange(len(found)), False)))
+            rows = mine[len(mine) - 1 - last[:whole]]
         return cls(
             generated.token[rows],
             generated.forward[rows],
@@ -312,10 +313,17 @@ _NOWHERE: Final = np.empty(0, dtype=np.intp)
 
 def _places(generated: Generated) -> dict[int, NDArray[np.intp]]:
     """Where the tokens of each request are, ascending: a look at all tokens for each request takes the square of time."""
-    order = np.argsort(generated.request, kind="stable")
+    order = grouped(generated.request)
     ordered = generated.request[order]
     parts = np.split(order, np.flatnonzero(np.diff(ordered)) + 1) if len(order) else []
     return {int(generated.request[part[0]]): part for part in parts}
+
+
+def grouped(numbers: NDArray[np.int32] | NDArray[np.int64]) -> NDArray[np.intp]:
+    """Where numbers from 0 on are, in ascending order of them, those of one number ascending. Numbers of 16 bits are sorted in a
+    tenth of the time, digit by digit."""
+    small = len(numbers) and int(numbers.max()) < 1 << 16
+    return np.argsort(numbers.astype(np.uint16) if small else numbers, kind="stable")
 
 
 def _limit(asked: dict[str, Any]) -> int | None:

@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import stat
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -116,6 +117,48 @@ def read_chunks(path: Place, size: int) -> Iterator[bytes | memoryview]:
             part = block[: min(_RUN_BYTES, size - start)]
             _fill(file, path, start, part)
             yield part.data
+
+
+class FileReader:
+    """Reads parts of files into arrays that are there. The local files that were read last stay open until ``close``."""
+
+    def __init__(self, kept: int = 8) -> None:
+        self._kept = kept
+        self._files: OrderedDict[Path, Any] = OrderedDict()
+        self._last: tuple[Path | None, Any] = (None, None)
+
+    def fill(self, path: Place, offset: int, out: NDArray[Any]) -> None:
+        """Read ``out``, which is contiguous, from a byte offset on. Raises TraceReadError, and ShardSizeError where the file
+        has shrunk since it was opened."""
+        if isinstance(path, Address):
+            with reading(path):
+                _fill(path, path, offset, out)
+            return
+        try:
+            file = self._file(path)
+            file.seek(offset)
+            whole = file.readinto(out) == out.nbytes
+        except OSError:
+            with reading(path):
+                raise
+        if not whole:
+            # In pieces, or to say where it ends.
+            with reading(path):
+                _fill(file, path, offset, out)
+
+    def _file(self, path: Path) -> Any:
+        if self._last[0] is not path:
+            found = self._files.pop(path, None)
+            self._files[path] = found or open(path, "rb", buffering=0)
+            self._last = path, self._files[path]
+            if len(self._files) > self._kept:
+                self._files.popitem(last=False)[1].close()
+        return self._last[1]
+
+    def close(self) -> None:
+        self._last = None, None
+        while self._files:
+            self._files.popitem()[1].close()
 
 
 def read_array(path: Place, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
