@@ -11,10 +11,11 @@ from numpy.typing import NDArray
 
 from detdiff.errors import NothingComparable
 from detdiff.trace import PHASES, Site, Trace
+from detdiff.trace.contents import grouped
 
 from .divergence import Finding
 from .events import reused
-from .tokens import RequestPair, grouped
+from .tokens import RequestPair
 
 Int64 = NDArray[np.int64]
 

@@ -13,6 +13,7 @@ from detdiff.errors import NothingComparable
 from detdiff.scenario import EMBED, GENERATE, SCORE
 from detdiff.scenario.sampling import same_choice
 from detdiff.trace import PHASES, Generated, Trace
+from detdiff.trace.contents import grouped
 
 from .divergence import Finding, NotCompared
 from .flips import EmbeddingDifference, NotFiniteLogits, ScoreDifference, ScoredText, TextFlip
@@ -317,13 +318,6 @@ def _places(generated: Generated) -> dict[int, NDArray[np.intp]]:
     ordered = generated.request[order]
     parts = np.split(order, np.flatnonzero(np.diff(ordered)) + 1) if len(order) else []
     return {int(generated.request[part[0]]): part for part in parts}
-
-
-def grouped(numbers: NDArray[np.int32] | NDArray[np.int64]) -> NDArray[np.intp]:
-    """Where numbers from 0 on are, in ascending order of them, those of one number ascending. Numbers of 16 bits are sorted in a
-    tenth of the time, digit by digit."""
-    small = len(numbers) and int(numbers.max()) < 1 << 16
-    return np.argsort(numbers.astype(np.uint16) if small else numbers, kind="stable")
 
 
 def _limit(asked: dict[str, Any]) -> int | None:

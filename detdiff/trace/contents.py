@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -347,23 +346,35 @@ class TokenIndices:
     """Which tokens of each request there are. They mostly come in order, and then a request costs one number."""
 
     def __init__(self) -> None:
-        # By request: the index that follows those from 0 on, and those beyond it.
-        self._known: dict[int, tuple[int, set[int]]] = {}
+        # By request: the index that follows those from 0 on, and those beyond it, where there are any.
+        self._next = np.zeros(0, np.int64)
+        self._beyond: dict[int, set[int]] = {}
 
     def add(self, requests: Int32, indices: Int32) -> tuple[int, int] | None:
         """Add tokens, and give None; where a (request, index) comes again, give that, and add nothing."""
-        order = np.lexsort((indices, requests))
+        if not len(requests):
+            return None
+        last = int(requests.max())
+        if last >= len(self._next):
+            self._next = np.concatenate([self._next, np.zeros(last + 1 - len(self._next), np.int64)])
+        order = grouped(requests)
         request, index = requests[order], indices[order]
-        bounds = [0, *(np.flatnonzero(np.diff(request)) + 1).tolist(), len(order)]
+        starts = np.flatnonzero(np.diff(request, prepend=-1))
+        counts = np.diff(np.append(starts, len(request)))
+        within = np.arange(len(request)) - np.repeat(starts, counts)
+        if not self._beyond and np.array_equal(index, self._next[request] + within):
+            self._next[request[starts]] += counts
+            return None
+        return self._add_others(request[starts].tolist(), np.split(index, starts[1:]))
+
+    def _add_others(self, requests: list[int], indices: list[Int32]) -> tuple[int, int] | None:
         found: dict[int, tuple[int, set[int]]] = {}
-        for start, stop in pairwise(bounds) if len(order) else ():
-            number, mine = int(request[start]), index[start:stop]
-            known, others = self._known.get(number, (0, set()))
-            if not others and int(mine[0]) == known and bool((np.diff(mine) == 1).all()):
-                found[number] = int(mine[-1]) + 1, others
+        for number, mine in zip(requests, indices, strict=True):
+            known, others = int(self._next[number]), set(self._beyond.get(number, ()))
+            if not others and np.array_equal(mine, np.arange(known, known + len(mine))):
+                found[number] = known + len(mine), others
                 continue
-            others = set(others)
-            for each in mine.tolist():
+            for each in sorted(mine.tolist()):
                 if each < known or each in others:
                     return number, each
                 others.add(each)
@@ -371,8 +382,19 @@ class TokenIndices:
                 others.remove(known)
                 known += 1
             found[number] = known, others
-        self._known.update(found)
+        for number, (known, others) in found.items():
+            self._next[number] = known
+            self._beyond.pop(number, None)
+            if others:
+                self._beyond[number] = others
         return None
+
+
+def grouped(numbers: NDArray[np.int32] | NDArray[np.int64]) -> NDArray[np.intp]:
+    """Where numbers from 0 on are, in ascending order of them, those of one number ascending. Numbers of 16 bits are sorted in a
+    tenth of the time, digit by digit."""
+    small = len(numbers) and int(numbers.max()) < 1 << 16
+    return np.argsort(numbers.astype(np.uint16) if small else numbers, kind="stable")
 
 
 def _outside(array: NDArray[Any], above: int) -> int | None:

@@ -265,11 +265,11 @@ class Trace:
         last: tuple[int, tuple[int, ...] | None] = (0, None)
         for number, size in self._expected(partial, problems):
             try:
-                shard = open_shard(self.path / shard_name(number), len(shards), limits, size)
+                where = self.path / shard_name(number)
+                shard, generated = open_shard(where, len(shards), limits, size)
                 if checked:
                     _check_bytes(shard.path, entries)
                 last = self._follows(shard, *last)
-                generated = shard.generated(lens=False)
                 if generated is not None:
                     check_lacking(str(shard.path), self.header.get("lacks", {}), generated)
                     _check_new(str(shard.path), tokens.add(generated.request, generated.index))

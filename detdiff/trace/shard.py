@@ -295,7 +295,9 @@ class Shard:
         return read_array(self.path, tensor.offset, tensor.shape, STORAGE[tensor.dtype])
 
 
-def open_shard(path: Place, place: int, limits: Limits, expected: int | None) -> Shard:
+def open_shard(
+    path: Place, place: int, limits: Limits, expected: int | None
+) -> tuple[Shard, Generated | None]:
     """Reads a shard's header, rows, tables and generated tokens and checks every rule about them.
 
     ``place`` becomes ``rows.shard``; ``expected`` is the file's size where the trace states it. Raises the
@@ -340,7 +342,7 @@ def open_shard(path: Place, place: int, limits: Limits, expected: int | None) ->
     generated = opened.generated(lens=False)
     if generated is not None:
         check_generated(path.name, generated, limits)
-    return opened
+    return opened, generated
 
 
 def _check_names(path: Place, tensors: Mapping[str, Tensor]) -> None:

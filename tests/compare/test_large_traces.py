@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import sys
 import tracemalloc
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from detdiff.compare import compare, series
+from detdiff.compare import compare, digests, series
+from detdiff.compare.ladder import align
 from detdiff.compare.series import DRAWN, OTHERS
 from detdiff.report.build import build
 from detdiff.report.html import LARGEST, html
-from detdiff.trace import Trace
+from detdiff.trace import Trace, TraceWriter
 from detdiff.trace.contents import TokenIndices
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from benchmarks import compare as benchmark  # noqa: E402
 from benchmarks.compare import Workload, write  # noqa: E402
 
 REQUESTS = 104
@@ -57,6 +61,34 @@ def test_rows_are_in_memory_once(pair: tuple[Path, Path]) -> None:
     for shard in trace.shards:
         assert all(np.shares_memory(getattr(shard.rows, name), each) for name, each in vars(whole).items())
     assert sum(len(shard.rows.row) for shard in trace.shards) == len(whole.row)
+
+
+@pytest.mark.parametrize("long", (1, 16, 1 << 30), ids=("strips", "either", "gathered"))
+@pytest.mark.parametrize("together", ((6, 24), (24, 6), (24, 1), (1, 6)))
+def test_digests_are_compared_row_by_row_whatever_lies_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, together: tuple[int, int], long: int
+) -> None:
+    """Against rows read by their places. A flip leaves gaps in both runs."""
+    load = Workload(requests=24, prompt=5, tokens=20, chunk=5, together=1)
+    monkeypatch.setattr(digests, "_LONG", long)
+    # Several parts and several shards, of rows of 2 kB.
+    monkeypatch.setattr(digests, "_NEAR_BYTES", 20_000)
+    monkeypatch.setattr(digests, "_FAR_BYTES", 500_000)
+    monkeypatch.setattr(benchmark, "TraceWriter", partial(TraceWriter, shard_bytes=700_000))
+    for name, case, count in zip("ab", ("identical", "some"), together, strict=True):
+        write(tmp_path / name, case, replace(load, together=count))
+    a, b = (Trace.open(tmp_path / name) for name in "ab")
+    assert len(a.shards) > 2
+    aligned = align(a, b)
+    blocks = list(digests.Scanner(a, b, aligned.ports, aligned.pairs).blocks())
+    places = np.concatenate([block.rows for block in blocks])
+    assert np.array_equal(np.sort(places), np.arange(len(aligned.pairs))) and len(blocks) > 2
+    seen = 0
+    for block in blocks:
+        expected = a.digests(aligned.pairs.a[block.rows]) != b.digests(aligned.pairs.b[block.rows])
+        assert np.array_equal(block.differ, expected)
+        seen += int(expected.any(axis=1).sum())
+    assert 0 < seen < len(places) and aligned.pairs.after_flip_a > 0
 
 
 def test_memory_of_recording_does_not_grow_with_tokens() -> None:
