@@ -17,7 +17,10 @@ from time import perf_counter, process_time
 from typing import Any, NamedTuple
 
 import mlx.core as mx
-import mlx.nn as nn
+from mlx.nn.layers.base import Module
+from mlx.nn.layers.embedding import Embedding
+from mlx.nn.layers.normalization import RMSNorm
+from mlx.nn.layers.quantized import quantize
 from mlx_lm.generate import generate_step
 from mlx_lm.models import llama
 from mlx_lm.models.base import create_attention_mask, scaled_dot_product_attention
@@ -42,12 +45,12 @@ LAYERS, HEADS, WIDTH = 30, 3, 64  # of SmolLM2-135M's caches
 LIMITS = {"SmolLM2-135M": 1.10, "cache alone": 1.15}
 
 
-class _CacheLayer(nn.Module):
+class _CacheLayer(Module):
     """Reads and writes a cache and computes next to nothing else."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.RMSNorm(HEADS * WIDTH)
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.norm = RMSNorm(HEADS * WIDTH)
 
     def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
         rows = self.norm(x).reshape(1, x.shape[1], HEADS, WIDTH).transpose(0, 2, 1, 3)
@@ -57,10 +60,10 @@ class _CacheLayer(nn.Module):
         return out
 
 
-class _CacheModel(nn.Module):
+class _CacheModel(Module):
     def __init__(self) -> None:
-        super().__init__()
-        self.embed_tokens = nn.Embedding(64, HEADS * WIDTH)
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.embed_tokens = Embedding(64, HEADS * WIDTH)
         self.layers = [_CacheLayer() for _ in range(LAYERS)]
 
     def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
@@ -72,9 +75,9 @@ class _CacheModel(nn.Module):
         return logits
 
 
-def _smollm2() -> nn.Module:
+def _smollm2() -> Module:
     """SmolLM2-135M's shapes with random weights in 4-bit blocks whose scales are float32."""
-    model = llama.Model(
+    model: Module = llama.Model(
         llama.ModelArgs(
             model_type="llama",
             hidden_size=576,
@@ -88,7 +91,7 @@ def _smollm2() -> nn.Module:
             tie_word_embeddings=True,
         )
     )
-    nn.quantize(model, group_size=32, bits=4)
+    quantize(model, group_size=32, bits=4)
     return model
 
 
@@ -103,9 +106,7 @@ class _Step(NamedTuple):
 class FilledCaches:
     """One model with a recorded and an untapped copy of the same caches, or with one of them."""
 
-    def __init__(
-        self, model: nn.Module, positions: int, folder: Path, sides: tuple[str, ...] = SIDES
-    ) -> None:
+    def __init__(self, model: Module, positions: int, folder: Path, sides: tuple[str, ...] = SIDES) -> None:
         mx.eval(model.parameters())
         self._model, self._session = model, Session(model)
         self._caches = {side: make_prompt_cache(model) for side in sides}

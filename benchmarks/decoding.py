@@ -11,8 +11,8 @@ from time import perf_counter
 from typing import Any
 
 from detdiff.engines.mlx.model import LoadedModel
-from detdiff.engines.mlx.padded import PaddedComposer, PaddedRun, run_padded
 from detdiff.engines.mlx.requests import prepare
+from detdiff.engines.mlx.serve import Sessions, run_unrecorded
 from detdiff.engines.mlx.taps.session import Session
 from detdiff.scenario import Scenario
 
@@ -63,10 +63,6 @@ def scenario(loaded: LoadedModel, batch: int, steps: int, **more: Any) -> Scenar
 def untapped(loaded: LoadedModel, wanted: Scenario, session: Session | None = None) -> float:
     """Seconds of a step of what ``detdiff.engines.mlx.engine.generate`` does, in a session of the scenario's kernel plan."""
     clock = Clock(len(wanted.requests), wanted.requests[0].max_tokens)
-    work = prepare(wanted, loaded)
-    session = session or Session(loaded.model, wanted.kernels)
-    with session.running(None):
-        composer = PaddedComposer(work)
-        session.compose = composer.compose
-        run_padded(PaddedRun(loaded.model, wanted.schedule, composer, clock.token), work)
+    sessions = Sessions(session or Session(loaded.model, wanted.kernels))
+    run_unrecorded(wanted, sessions, prepare(wanted, loaded), None, clock.token)
     return clock.step_seconds()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -49,7 +50,11 @@ def _cases() -> Iterator[Case]:
         packed, scales, biases = mx.quantize(held, 64, 4)
         affine = Affine(np.asarray(packed), np.asarray(scales), np.asarray(biases), 4, 64)
         parts = (packed, scales, biases)
-        yield Case(k, n, "4-bit", lambda x, p=parts: mx.quantized_matmul(x, *p, True, 64, 4), affine)  # type: ignore[misc]
+        yield Case(k, n, "4-bit", partial(_quantised, *parts), affine)
+
+
+def _quantised(packed: mx.array, scales: mx.array, biases: mx.array, x: mx.array) -> mx.array:
+    return mx.quantized_matmul(x, packed, scales, biases, transpose=True, group_size=64, bits=4)
 
 
 def _seconds(work: Callable[[], Any]) -> float:
@@ -72,8 +77,8 @@ def _ratios(case: Case) -> Iterator[tuple[str, int, float]]:
         for m in ROWS:
             x = random.standard_normal((m, case.k), dtype=np.float32)
             held = mx.array(x)
-            ours = lambda x=x, w=staged, k=reference: k(x, w)  # type: ignore[misc] # noqa: E731
-            native = lambda x=held: mx.eval(case.native(x))  # type: ignore[misc] # noqa: E731
+            ours = lambda x=x, w=staged, k=reference: k(x, w)  # noqa: E731
+            native = lambda x=held: mx.eval(case.native(x))  # noqa: E731
             count = FEW if _seconds(ours) > SLOW else PAIRS
             if m not in slow and (first := _seconds(native)) > SLOW:
                 slow[m] = median([first, _seconds(native), _seconds(native)])

@@ -37,10 +37,10 @@ def opened(pages: Mapping[str, str]) -> dict[str, float]:
     """The median seconds until each page, given as HTML, can be used. Raises DetdiffError where there is no Chromium."""
     from playwright.sync_api import sync_playwright
 
-    path = next((found for name in NAMES if (found := shutil.which(name))), None)
+    path = next(filter(None, map(shutil.which, NAMES)), None)
     if path is None:
         raise DetdiffError("no Chromium here; it is Debian's package `chromium`.")
-    found = {}
+    found: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, args=["--headless", "--no-sandbox"])
         for name, text in pages.items():

@@ -10,7 +10,7 @@ from typing import Any
 from detdiff.engines.mlx.engine import RecordOptions, record
 from detdiff.scenario import Scenario
 
-from .capture import PROMPTS
+from .decoding import PROMPTS
 from .real_models import smollm2
 
 TOKENS = 24
