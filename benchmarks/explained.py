@@ -23,7 +23,7 @@ from .paired import alternate, spread
 
 ROUNDS = 3
 ROOT = Path(__file__).parents[1]
-BEFORE = "a9ad908f"
+BEFORE = "a9ad9088"
 # Those that said something when nothing was left out.
 EVERY = (
     "repeat",
