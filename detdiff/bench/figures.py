@@ -1,6 +1,6 @@
 """Figures of policies over rounds, and the JSON of a measurement in the key names of ``vllm bench serve --save-result``.
 
-The keys are those of vllm/benchmarks/serve.py (vLLM 0.20; ``queue_times`` and ``rtfx`` as of its commit 009e6d4), so that notebooks that read its files read these.
+The keys are those of a result that vLLM 0.25.1 wrote, and of vllm/benchmarks/serve.py at 009e6d4, so that notebooks that read its files read these.
 """
 
 from __future__ import annotations

@@ -41,8 +41,9 @@ POLICIES = [
     "static:3 layout=packed",
     "continuous:3 layout=packed row_budget=6",
 ]
-# The keys of a result of vLLM's (vllm/benchmarks/serve.py at 009e6d4, a generating run with --percentile-metrics ttft,tpot,itl,e2el), with values of their types.
+# The keys of a result file that vLLM wrote, and those that its source adds with --save-detailed, with the types of their values.
 VLLM_KEYS = Path(__file__).parent / "vllm_result.json"
+TYPES = {"str": str, "int": int, "float": (int, float), "list": list}
 
 
 def scenario_of(workload: Workload, **keys: Any) -> Scenario:
@@ -239,10 +240,13 @@ def test_the_result_has_the_keys_of_vllms(engine: Any) -> None:
     result.texts = ["a", "b", "c"]
     written = json.loads(json.dumps(vllm_json(result, Measurement(workload, [result], 1, {"date": "now"}))))
     theirs = json.loads(VLLM_KEYS.read_text())
-    assert theirs.keys() - written.keys() == set()
-    for key, value in theirs.items():
-        kinds = (int, float) if isinstance(value, int | float) else type(value)
-        assert value is None or isinstance(written[key], kinds), key
+    assert len(theirs["recorded"]["types"]) == 38
+    for part in theirs.values():
+        assert part["types"].keys() - written.keys() == set()
+        for key, kind in part["types"].items():
+            whole, _, inner = kind.partition(" of ")
+            assert whole == "null" or isinstance(written[key], TYPES[whole]), key
+            assert not inner or all(isinstance(each, TYPES[inner]) for each in written[key]), key
     assert written["output_lens"] == [3, 3, 3] and written["total_output_tokens"] == 9
     assert [len(each) for each in written["itls"]] == [2, 2, 2]
 
