@@ -7,10 +7,11 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from runs import Runs, bits, digests, events, model, scenario, values
+from runs import Runs, bits, digests, events, model, prompts, scenario, values
 from tiers import some_now
 
 from detdiff.compare import compare
+from detdiff.scenario import Scenario
 from detdiff.trace import Trace
 
 SLIDING = (0, 1, 3, 4)  # of the tiny gemma3: sliding_window_pattern 3, window 16
@@ -117,3 +118,18 @@ def test_who_joins_a_batch_of_rings_reads_what_it_would_alone(runs: Runs, length
     assert found.stage in (None, "bits") and not found.bookkeeping
     assert not any(count.kind == "cache_read" for request in found.requests for count in request.origins)
     assert events(joined) == []
+
+
+def test_padding_that_is_the_bits_of_an_own_entry_is_not_taken_for_it(runs: Runs) -> None:
+    """All tokens generated are that of padding, so that columns of padding hold the entries of their rows bit for bit."""
+    of, told = model("gemma3_text", "bf16"), [*prompts((28, 3, 21, 7))]
+    requests = [
+        {"id": f"r{number}", "tokens": tokens, "logit_bias": {"0": 1000.0}, "max_tokens": count}
+        for number, (tokens, count) in enumerate(zip(told, (3, 6, 6, 4), strict=True))
+    ]
+    keys = {"model": "tiny", "prefill_chunk": 8, "request": requests}
+    alone = runs.record(of, Scenario.from_dict({**keys, "schedule": "serial"}))
+    together = runs.record(of, Scenario.from_dict({**keys, "schedule": "static"}))
+    found = compare(alone, together)
+    assert events(together) == [] and not found.bookkeeping
+    assert not any(count.kind == "cache_read" for request in found.requests for count in request.origins)

@@ -6,6 +6,7 @@ So it does not matter whether a cache keeps its entries in order, in a ring, cut
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -273,10 +274,18 @@ class Ledgers:
             for position, code in enumerate(mine.tolist()):
                 where.setdefault(code, []).append(position)
             taken = set(positions.tolist())
+            # Padding may hold the very bits of an own entry: that one is meant which lies as most others do.
+            turned = _turned(positions, [(column, where.get(int(codes[column]), ())) for column in left])
+            left.sort(key=lambda column: column not in turned)
             for column in left:
                 code = int(codes[column])
                 free = [position for position in where.get(code, ()) if position not in taken]
-                if free:
+                meant = turned.get(column)
+                if meant is not None:
+                    positions[positions == meant] = -1
+                    positions[column] = meant
+                    taken.add(meant)
+                elif free:
                     positions[column] = free[-1]
                     taken.add(free[-1])
             # The guess that is right of most entries says what the others should be.
@@ -303,6 +312,24 @@ class Ledgers:
                 if len(at) and entries.written[at[0]].any():
                     return other, int(at[0])
         return None
+
+
+def _turned(positions: Int64, left: Sequence[tuple[int, Sequence[int]]]) -> dict[int, int]:
+    """Of columns that may hold several positions, or may not, by column the position that it has where a ring, or a row of
+    columns in order, begins as for most: those of ``positions``, by column, and these themselves."""
+    length = len(positions)
+    known = np.flatnonzero(positions >= 0)
+    begins = Counter(((known - positions[known]) % length).tolist())
+    begins.update((column - position) % length for column, those in left for position in those)
+    if not begins:
+        return {}
+    begin = max(begins, key=lambda each: begins[each])
+    return {
+        column: position
+        for column, those in left
+        for position in those
+        if (column - position) % length == begin
+    }
 
 
 def _stored(
