@@ -18,7 +18,7 @@ sys.path[:0] = [str(TESTS / "report"), str(TESTS / "compare")]
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 _FLAGS = (
     "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-    "--disable-component-update --disable-sync"
+    "--disable-component-update --disable-sync --renderer-process-limit=1"
 ).split()
 
 # Drawings are unpacked while the page goes on, so what a key did is there a moment later.
@@ -86,6 +86,8 @@ def chromium() -> Iterator[Any]:
         _unavailable("no playwright here; it is in the extra `dev`")
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, args=_FLAGS)
+        # The first page stays, and with it the process that draws the pages of its context: to start one takes most of a test.
+        browser.new_context().new_page()
         yield browser
         browser.close()
 
@@ -96,11 +98,19 @@ def show(chromium: Any, tmp_path: Path) -> Iterator[Callable[..., Opened]]:
     opened: list[Opened] = []
 
     def show(
-        text: str, *, width: int = 1280, name: str = "page.html", at: str = "", **options: Any
+        text: str,
+        *,
+        width: int = 1280,
+        name: str = "page.html",
+        at: str = "",
+        script: bool = True,
+        **media: Any,
     ) -> Opened:
         (tmp_path / name).write_text(text, encoding="utf-8", newline="\n")
         address = (tmp_path / name).as_uri()
-        page = chromium.new_page(viewport={"width": width, "height": 900}, **options)
+        page = chromium.contexts[0].new_page() if script else chromium.new_page(java_script_enabled=False)
+        page.set_viewport_size({"width": width, "height": 900})
+        page.emulate_media(**media)
         found = Opened(page)
         opened.append(found)
         page.on(
@@ -119,7 +129,7 @@ def show(chromium: Any, tmp_path: Path) -> Iterator[Callable[..., Opened]]:
 
         page.route("**/*", asked)
         page.goto(f"{address}{at}")
-        if options.get("java_script_enabled", True):
+        if script:
             page.wait_for_selector("html[data-ready]")
         return found
 

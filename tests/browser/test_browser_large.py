@@ -20,13 +20,14 @@ def pages() -> dict[str, str]:
     return large_pages()
 
 
-@pytest.mark.parametrize("name", some_now(["usual", "noise", "many heads"], 0))
+@pytest.mark.parametrize("name", some_now(["usual", "noise", "many heads"]))
 def test_it_is_small_and_every_view_comes_alive(show: Any, pages: dict[str, str], name: str) -> None:
     assert len(pages[name].encode()) <= LARGEST == 2_000_000
     opened = show(pages[name])
     assert opened.page.locator("figure.view.live").count() == opened.page.locator("figure.view").count() == 4
 
 
+@pytest.mark.thorough
 def test_a_page_that_had_no_room_says_what_is_missing(show: Any, pages: dict[str, str]) -> None:
     notes = {name: show(text).page.locator(".top .note").all_text_contents() for name, text in pages.items()}
     assert not [note for note in notes["usual"] if "small" in note]
@@ -35,6 +36,7 @@ def test_a_page_that_had_no_room_says_what_is_missing(show: Any, pages: dict[str
     assert missing.endswith("cache entries of layer 31 (" + missing.rpartition("(")[2])
 
 
+@pytest.mark.thorough
 def test_a_cell_of_many_positions_says_which_of_them_matter(show: Any, pages: dict[str, str]) -> None:
     request = large().requests[0]
     arising = request.prompt + 250
@@ -72,6 +74,7 @@ def test_a_cell_of_many_positions_says_which_of_them_matter(show: Any, pages: di
         )
 
 
+@pytest.mark.thorough
 def test_a_column_of_many_forwards_tells_of_the_one_that_is_marked(show: Any, pages: dict[str, str]) -> None:
     origin = large().requests[0].origin_forwards
     assert origin is not None

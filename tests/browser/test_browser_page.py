@@ -202,7 +202,7 @@ WIDE = """
 @pytest.mark.parametrize("name", some_now(["reference", "bug"], 0))
 @pytest.mark.parametrize("script", [True, False], ids=["script", "no-script"])
 def test_a_phone_needs_no_sideways_scrolling(show: Any, name: str, script: bool) -> None:
-    opened = show(page(name), width=360, java_script_enabled=script)
+    opened = show(page(name), width=360, script=script)
     if script:
         opened.page.evaluate(UNFOLD)
     assert opened.page.evaluate(WIDE) == [360]
@@ -232,7 +232,7 @@ def test_a_picture_keeps_its_size_on_a_narrow_screen_and_scrolls_to_its_cursor(s
 
 
 def test_the_page_says_the_same_without_script(show: Any) -> None:
-    opened = show(page("reference"), java_script_enabled=False)
+    opened = show(page("reference"), script=False)
     for figure in opened.page.locator("figure.view").all():
         assert figure.locator(".picture svg").is_visible()
         assert not figure.locator("button, select, .values").count()
