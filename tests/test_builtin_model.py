@@ -143,6 +143,7 @@ def test_greedy_text_has_words_and_goes_on(loaded: dict[str, tuple[Any, Any]]) -
         assert reads_as_words(tokenizer.decode(tokens[160:]))
 
 
+@pytest.mark.thorough
 def test_greedy_text_of_an_untrained_twin_has_no_words(loaded: dict[str, tuple[Any, Any]]) -> None:
     model, tokenizer = loaded["builtin"]
     tokens, _ = greedy(untrained(model), tokenizer.encode(PROMPTS[0]), 320)

@@ -243,6 +243,7 @@ def test_help_loads_no_model_library(arguments: list[str]) -> None:
     assert not {"mlx", "mlx_lm", "numba", "tokenizers", "transformers"} & set(done.stderr.split())
 
 
+@pytest.mark.thorough
 def test_the_libraries_stay_quiet_and_there_is_no_bar_off_a_terminal(scenario: Path, tmp_path: Path) -> None:
     loud = dict.fromkeys(("TRANSFORMERS_VERBOSITY", "TOKENIZERS_PARALLELISM"))
     environment = {key: value for key, value in os.environ.items() if key not in loud}

@@ -22,6 +22,7 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return recorded_pair(tmp_path_factory.mktemp("traces"), "--capture", "full", "--set", "lens=true")
 
 
+@pytest.mark.thorough
 def test_without_a_format_it_goes_to_the_terminal(traces: Path) -> None:
     result = run("report", traces / "a", traces / "b")
     assert result.exit_code == 0 and result.stdout.startswith("The runs diverge: ")

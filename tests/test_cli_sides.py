@@ -246,6 +246,7 @@ def test_two_engines_are_compared_by_role_when_asked_for(folder: Path) -> None:
     assert "--replay" in paragraph(run("compare", *kept, "--across-engines", "--replay"))
 
 
+@pytest.mark.thorough
 def test_explain_scores_the_operations_of_two_engines(folder: Path) -> None:
     (folder / "other.py").write_text(OTHER)
     answers = []

@@ -61,6 +61,7 @@ def test_where_nothing_flips_the_demo_tries_on_and_says_so(monkeypatch: pytest.M
     assert "No token flipped in any of these runs on this machine" in " ".join(result.output.split())
 
 
+@pytest.mark.thorough
 def test_the_demo_answers_in_json(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "ANCHORS", (("In the beginning", 2),))
     monkeypatch.setattr(demo, "QUIET", ("And he", 2))

@@ -85,7 +85,7 @@ def test_what_is_no_model_is_refused() -> None:
         held(object())
 
 
-@pytest.mark.parametrize(("arch", "fmt", "profile"), some_now(CASES, 0, 5))
+@pytest.mark.parametrize(("arch", "fmt", "profile"), some_now(CASES, 0, 5, ci=(2, 7, 8, 9, 10, 11)))
 def test_compositions_under_profiles(arch: str, fmt: str, profile: str) -> None:
     found = held(tiny(arch, fmt), kernels=profile)
     assert found.checked.count == COMPOSITIONS and found.checked.values > 1000
@@ -93,7 +93,7 @@ def test_compositions_under_profiles(arch: str, fmt: str, profile: str) -> None:
     assert found.price == () and "emulated" in found.not_priced
 
 
-@pytest.mark.parametrize(("arch", "fmt", "profile"), some_now(DIFFERING, 0))
+@pytest.mark.parametrize(("arch", "fmt", "profile"), some_now(DIFFERING, 0, ci=(2, 4, 6, 8)))
 def test_without_pins_the_same_compositions_differ(arch: str, fmt: str, profile: str) -> None:
     from detdiff.engines.mlx.engine import MlxEngine
     from detdiff.invariance.compositions import check

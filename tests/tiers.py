@@ -22,17 +22,23 @@ def only_in_full(reason: str) -> Any:
     return pytest.mark.skipif(not FULL, reason=f"set DETDIFF_TEST_FULL=1: {reason}")
 
 
-def some_now(values: Iterable[Any], *places: int) -> list[Any]:
-    """The parameters ``values``: those at ``places`` in both tiers, the others in the thorough one only.
+def some_now(values: Iterable[Any], *places: int, ci: Iterable[int] | None = None) -> list[Any]:
+    """The parameters ``values``: those at ``places`` in both tiers, the others in the thorough one only; of these those at
+    ``ci``, where it is given, and the rest with DETDIFF_TEST_FULL.
 
     A value that is a tuple is all parameters of one test.
     """
     given = [value if isinstance(value, tuple) else (value,) for value in values]
-    assert all(0 <= place < len(given) for place in places), (places, len(given))
-    return [
-        pytest.param(*each, marks=() if place in places else pytest.mark.thorough)
-        for place, each in enumerate(given)
-    ]
+    thorough = set(range(len(given)) if ci is None else ci)
+    assert all(0 <= place < len(given) for place in (*places, *thorough)), (places, thorough, len(given))
+    rare = only_in_full("more of the same kind")
+
+    def marks(place: int) -> Any:
+        if place in places:
+            return ()
+        return pytest.mark.thorough if place in thorough else (pytest.mark.thorough, rare)
+
+    return [pytest.param(*each, marks=marks(place)) for place, each in enumerate(given)]
 
 
 def first_of_each(groups: Iterable[Hashable], count: int = 1) -> list[int]:
@@ -47,5 +53,5 @@ def first_of_each(groups: Iterable[Hashable], count: int = 1) -> list[int]:
 
 
 def examples(count: int) -> int:
-    """How many examples hypothesis tries: ``count`` in the thorough tier, a third of them in the first."""
-    return count if THOROUGH else max(count // 3, 4)
+    """How many examples hypothesis tries: ``count`` in the thorough tier, a quarter of them in the first."""
+    return count if THOROUGH else max(count // 4, 2)

@@ -57,8 +57,8 @@ def drawn(arch: str, seed: int, **keys: Any) -> Scenario:
     ("arch", "fmt", "variant", "seed"),
     some_now(
         [(*cell, number % SEEDS) for number, cell in enumerate(CELLS)],
-        *range(0, len(CELLS), 9),
-        len(CELLS) - 3,
+        *range(0, len(CELLS), 15),
+        ci=range(0, len(CELLS), 2),
     ),
 )
 def test_no_composition_matters(runs: Runs, arch: str, fmt: str, variant: str, seed: int) -> None:

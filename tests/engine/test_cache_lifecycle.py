@@ -150,7 +150,7 @@ TRIMS: dict[str, Callable[[KVCache, int], int]] = {
 
 
 @pytest.mark.parametrize("layout", some_now(["packed", "padded"], 0))
-@pytest.mark.parametrize("how", TRIMS)
+@pytest.mark.parametrize("how", some_now(TRIMS, 1))
 def test_a_trim_that_does_nothing_is_found(
     runs: Runs, monkeypatch: pytest.MonkeyPatch, how: str, layout: str
 ) -> None:
@@ -232,6 +232,7 @@ def test_a_trim_in_one_layer_only_names_the_layer(runs: Runs, monkeypatch: pytes
     )
 
 
+@pytest.mark.thorough
 def test_a_wrapped_window_keeps_rejected_rows_in_mlx_lm(runs: Runs) -> None:
     """A real fault: mlx-lm's speculation asks a wrapped rotating cache for a trim that it cannot do."""
     trace = speculate(

@@ -55,7 +55,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("arch", "fmt", "variant"), some_now(CASES, *range(0, len(CASES), 5)))
+@pytest.mark.parametrize(
+    ("arch", "fmt", "variant"), some_now(CASES, *range(0, len(CASES), 9), ci=range(0, len(CASES), 2))
+)
 def test_composition_changes_no_bit(runs: Runs, arch: str, fmt: str, variant: str) -> None:
     keys = VARIANTS[variant]
     chunk = {"prefill_chunk": keys.get("prefill_chunk", 2048)} if arch in CHUNKED else {}

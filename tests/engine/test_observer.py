@@ -65,7 +65,9 @@ def traced(runs: Runs, arch: str, fmt: str, asked: Scenario) -> dict[tuple[int, 
     return {key: np.ascontiguousarray(data).view(f"u{data.itemsize}") for key, data in found.items()}
 
 
-@pytest.mark.parametrize(("arch", "fmt", "how"), some_now(MATRIX, *range(0, len(MATRIX), 5)))
+@pytest.mark.parametrize(
+    ("arch", "fmt", "how"), some_now(MATRIX, *range(0, len(MATRIX), 9), ci=range(0, len(MATRIX), 2))
+)
 def test_traced_logits_are_those_of_an_untraced_run(runs: Runs, arch: str, fmt: str, how: str) -> None:
     keys = SCHEDULES[how]
     untraced = Answers()

@@ -122,7 +122,8 @@ def test_a_shared_prefix_changes_nothing(
 
 
 @pytest.mark.parametrize(
-    "keys", [{"page_tokens": 4}, {"page_tokens": 16, "share_prefix": True}, {"share_prefix": True}]
+    "keys",
+    some_now([{"page_tokens": 4}, {"page_tokens": 16, "share_prefix": True}, {"share_prefix": True}], 1),
 )
 def test_speculation_rewinds_pages_and_shares_them(runs: Runs, keys: dict[str, Any]) -> None:
     plain, _ = shared(32, 0)

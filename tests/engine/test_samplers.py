@@ -148,6 +148,7 @@ def test_stop_texts_end_an_answer_where_mlx_lm_ends_it() -> None:
         assert found[1] == whole[1]
 
 
+@pytest.mark.thorough
 def test_a_rotating_cache_of_a_size_is_mlx_lms(runs: Runs) -> None:
     of = model("qwen3")
     expected = [

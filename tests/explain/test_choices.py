@@ -299,6 +299,7 @@ def test_a_batch_that_is_not_told_of_a_kept_turn_is_a_bug() -> None:
     assert "its processors were given no tokens that came from a cache" in verdict.sentence
 
 
+@pytest.mark.thorough
 def test_a_small_penalty_that_a_turn_forgets_in_low_precision_is_mlx_lms_own_way_and_not_the_caches() -> None:
     requests = [{"id": "r0", "tokens": [5, 9, 2, 7], "turn": [{"tokens": [11, 12]}]}]
     given = {

@@ -64,6 +64,7 @@ def test_the_demonstration_is_numerics_that_names_threshold_and_cost(rounding: V
     assert isinstance(rounding.divergence, Divergence) and rounding.divergence.a.trace == "a (not kept)"
 
 
+@pytest.mark.thorough
 def test_every_origin_is_listed_once_and_as_compare_counts_them(case: Case) -> None:
     found = origins(case.a, case.b)
     counted = sum(count.count for request in case.divergence.requests for count in request.origins)
@@ -86,6 +87,7 @@ def test_a_sample_has_the_first_of_each_kind_and_path_pair(case: Case) -> None:
     assert set(map(id, firsts.values())) <= set(map(id, sample(found, max(AT_MOST, len(firsts)))))
 
 
+@pytest.mark.thorough
 def test_the_oracle_counts_what_it_judged_and_spends_the_budget(case: Case) -> None:
     before = case.budget.reruns_spent
     control = investigate.run_control(case, "oracle")

@@ -194,6 +194,7 @@ def test_another_attention_kernel_and_another_dtype_are_inside_too(tmp_path: Pat
     assert found(verdict).nearer == "a" and "run a (mlx) is nearer to float64" in verdict.sentence
 
 
+@pytest.mark.thorough
 def test_a_head_that_the_file_holds_beside_a_tied_one_is_not_what_is_judged_by(tmp_path: Path) -> None:
     def untied(made: dict[str, NDArray[np.float32]]) -> None:
         made["lm_head.weight"] = made["model.embed_tokens.weight"] * 2
@@ -203,6 +204,7 @@ def test_a_head_that_the_file_holds_beside_a_tied_one_is_not_what_is_judged_by(t
     assert [each["role"] for each in found(verdict).outside_where] == ["gate", "up"]
 
 
+@pytest.mark.thorough
 def test_a_run_that_was_fed_given_tokens_is_judged_by_what_it_was_fed(tmp_path: Path) -> None:
     path = directory(tmp_path / "model")
     other = directory(tmp_path / "other", changed=larger)
@@ -303,6 +305,7 @@ def test_a_token_that_its_own_logits_do_not_choose_is_a_bug(tmp_path: Path) -> N
     assert verdict.kind == "bug" and "token 1 of r0 in run b (transformers)" in verdict.sentence
 
 
+@pytest.mark.thorough
 def test_models_and_files_that_are_not_known_are_not_judged(tmp_path: Path) -> None:
     path = directory(tmp_path / "model")
     a, b = on_mlx(path), on_mlx(path, other_scale)

@@ -55,7 +55,7 @@ def test_an_empty_trace_is_not_identical_to_itself(recorded: Recorded, tmp_path:
             compare(empty, other)
 
 
-@pytest.mark.parametrize("seed", some_now(range(2 * len(GROUNDS)), 0, 3, 4, 5))
+@pytest.mark.parametrize("seed", some_now(range(2 * len(GROUNDS)), 3, 5))
 def test_no_fault_is_no_difference(tmp_path: Path, seed: int) -> None:
     name, fmt = GROUNDS[seed % len(GROUNDS)]
     of = fixture(name, fmt, seed)

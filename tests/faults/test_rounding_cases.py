@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from cases import CASES
 from fault_models import threshold
-from tiers import THOROUGH, some_now
+from tiers import FULL, THOROUGH, some_now
 from trials import SEEDS, Recorded, check_named, diverged
 
 from detdiff.compare import Divergence
@@ -22,7 +22,7 @@ def check_paths(divergence: Divergence, one: str, more: str) -> None:
             assert (count.path_a, count.path_b) == (f"reference/{one}", f"reference/{more}"), count
 
 
-SWITCHED = SEEDS if THOROUGH else (3,)
+SWITCHED = SEEDS if FULL else (0, 3, 4) if THOROUGH else (3,)
 """The first tier takes a seed of fewer tokens."""
 
 
@@ -62,7 +62,7 @@ def test_its_flips_have_margins_and_differing_entries(switched: list[Divergence]
 
 @pytest.mark.parametrize("limit", some_now([0, 1024], 1))
 def test_one_kernel_for_all_rows_gives_one_answer(recorded: Recorded, limit: int) -> None:
-    for seed in (4, 5) if THOROUGH else (4,):
+    for seed in (4, 5) if FULL else (4,):
         trial = CASES[1].trial(seed)
         tokens = 60 if THOROUGH else 20
         held = recorded.compare(trial, kernels=threshold(limit), max_tokens=tokens)

@@ -12,7 +12,7 @@ from detdiff.compare import Divergence, RequestDivergence, compare
 from detdiff.engines.mlx.engine import RecordOptions, record
 from detdiff.trace import Trace
 
-SEEDS = range(10) if FULL else range(5) if THOROUGH else range(1)
+SEEDS = range(10) if FULL else range(3) if THOROUGH else range(1)
 
 
 class Recorded:

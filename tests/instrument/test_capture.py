@@ -125,7 +125,6 @@ def test_a_window_keeps_what_it_names_and_nothing_else(
         ],
         1,
         2,
-        4,
     ),
 )
 @pytest.mark.parametrize("level", some_now(["digest", "full"], 1))

@@ -48,7 +48,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[range | None]:
     return found
 
 
-@pytest.mark.parametrize(("arch", "fmt", "schedule", "layout", "keys"), some_now(CASES, 0, 1, 2, 3))
+@pytest.mark.parametrize(("arch", "fmt", "schedule", "layout", "keys"), some_now(CASES, 0, 1, 3))
 def test_a_trace_does_not_depend_on_what_is_read_anew(
     runs: Runs,
     monkeypatch: pytest.MonkeyPatch,

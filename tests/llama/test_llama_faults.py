@@ -24,7 +24,7 @@ from detdiff.explain.case import Case
 from detdiff.explain.investigate import judge
 from detdiff.scenario import Request, Scenario, Schedule
 
-SEEDS = range(6 if FULL else 3)
+SEEDS = range(6 if FULL else 2)
 Engine = object
 Opened = Callable[[int, bool], Engine]
 

@@ -72,7 +72,9 @@ def judgements(
     return found, refused
 
 
-@pytest.mark.parametrize(("kind", "flash"), some_now([(k, f) for k in KINDS for f in ("on", "off")], 2))
+@pytest.mark.parametrize(
+    ("kind", "flash"), some_now([(k, f) for k in KINDS for f in ("on", "off")], 2, ci=(1, 4, 7, 8))
+)
 def test_all_that_llama_cpp_computes_is_inside(kind: str, flash: str, tmp_path: Path) -> None:
     found, refused = judgements(*run(tiny_gguf(tmp_path / "m.gguf", kind), tmp_path, flash_attention=flash))
     assert not refused

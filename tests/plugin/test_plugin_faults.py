@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from injected_faults import INJECTED_FAULTS, NAMED
 from inner_runs import Run, text_of
+from tiers import some_now
 
 TEXT = """
 import pytest
@@ -22,7 +23,7 @@ def injected():
 """
 
 
-@pytest.mark.parametrize("name", INJECTED_FAULTS)
+@pytest.mark.parametrize("name", some_now(INJECTED_FAULTS, 0, 1))
 def test_the_failure_names_the_injected_place(run: Run, name: str) -> None:
     result = run(TEXT.format(name=name, level="exact"))
     said = text_of(result)
@@ -38,7 +39,7 @@ def test_the_failure_names_the_injected_place(run: Run, name: str) -> None:
         )
 
 
-@pytest.mark.parametrize("name", [name for name in INJECTED_FAULTS if name != "kernel_switch"])
+@pytest.mark.parametrize("name", some_now([name for name in INJECTED_FAULTS if name != "kernel_switch"], 0))
 def test_a_fault_is_beyond_rounding(run: Run, name: str) -> None:
     result = run(TEXT.format(name=name, level="bounded"))
     result.assert_outcomes(failed=1, passed=1)

@@ -52,6 +52,7 @@ def test_one_composition_that_fails_does_not_hide_the_others(run: Run) -> None:
     )
 
 
+@pytest.mark.thorough
 def test_a_call_checks_all_compositions_and_tells_of_each_failure(run: Run) -> None:
     result = run(SWITCHED)
     result.assert_outcomes(failed=1)
@@ -77,6 +78,7 @@ def test_a_call_checks_all_compositions_and_tells_of_each_failure(run: Run) -> N
     assert "Traceback" not in result.stdout.str() and "invariance.py" not in result.stdout.str()
 
 
+@pytest.mark.thorough
 def test_what_is_kept_says_what_the_failure_said(pytester: pytest.Pytester, run: Run) -> None:
     run(SWITCHED)
     kept = pytester.path / ".detdiff" / "test_it.py" / "test_answers" / "continuous-4-packed"
@@ -113,6 +115,7 @@ def test_a_test_that_passes_again_keeps_nothing(pytester: pytest.Pytester, run: 
     assert not kept.exists()
 
 
+@pytest.mark.thorough
 def test_a_failure_is_said_where_nothing_can_be_kept(pytester: pytest.Pytester, run: Run) -> None:
     (pytester.path / "taken").write_text("a file")
     result = run(SWITCHED, "--detdiff-report-dir", "taken")
@@ -151,6 +154,7 @@ def test_it(batch_invariance):
     assert "verdict: numerics. " in said and "candle-metal" in said and "what to do: " in said
 
 
+@pytest.mark.thorough
 def test_the_nearest_of_option_marker_and_call_wins(run: Run) -> None:
     text = """
 import pytest

@@ -14,9 +14,9 @@ HALF_AN_HOUR = only_in_full("the same on the weights in another dtype")
 
 NATIVE = """
 def test_native(batch_invariance):
-    found = batch_invariance.check({model!r}, ["Hi", "The sky is", "Rivers", "Rain falls on"], max_tokens=2)
-    assert found.compositions == ("static:2-padded", "static:2-packed", "continuous:4-padded", "continuous:4-packed")
-    assert found.sites > 400 and found.tokens == 32
+    found = batch_invariance.check({model!r}, ["Hi", "The sky is"], schedules=("static:2", "continuous:2"), max_tokens=2)
+    assert found.compositions == ("static:2-padded", "static:2-packed", "continuous:2-padded", "continuous:2-packed")
+    assert found.sites > 400 and found.tokens == 16
 """
 PROFILE = """
 import pytest
@@ -24,13 +24,12 @@ import pytest
 PROFILE = dict(schedules="static:2", layouts="packed", kernels="candle-metal", chat=True)
 SKY = ["Name three rivers.", "Why is the sky blue?"]
 
-@pytest.mark.parametrize("level", ["exact", "tokens", "bounded"])
+@pytest.mark.parametrize("level", ["exact", "bounded"])
 def test_profile(batch_invariance, level):
-    batch_invariance.check({model!r}, SKY, level=level, max_tokens=3, **PROFILE)
+    batch_invariance.check({model!r}, SKY, level=level, max_tokens=2, **PROFILE)
 
 def test_profile_before_the_flip(batch_invariance):
-    for level in ("tokens", "bounded"):
-        batch_invariance.check({model!r}, SKY, level=level, max_tokens=1, **PROFILE)
+    batch_invariance.check({model!r}, SKY, level="tokens", max_tokens=1, **PROFILE)
 """
 
 
@@ -56,14 +55,12 @@ def test_native_passes(model: Path, run: Run) -> None:
 @pytest.mark.real_model
 def test_a_profile_fails_by_rounding_alone(model: Path, run: Run) -> None:
     result = run(PROFILE.format(model=str(model)))
-    result.assert_outcomes(passed=2, failed=2)
+    result.assert_outcomes(passed=2, failed=1)
     assert {line.split(" - ")[0] for line in result.outlines if line.startswith("FAILED")} == {
-        "FAILED test_it.py::test_profile[exact]",
-        "FAILED test_it.py::test_profile[tokens]",
+        "FAILED test_it.py::test_profile[exact]"
     }
     said = text_of(result)
-    for level in ("exact", "tokens"):
-        assert f"static:2-packed of {model.name} not invariant at level {level}" in said
+    assert f"static:2-packed of {model.name} not invariant at level exact" in said
     assert 'flip: generated token 1 is 6376 " sky" in a and 2988 " answer" in b' in said
     assert "top two swapped margin 0.125000 in a, 0.000000 in b" in said
     assert "rule: candle-metal: second-to-last dimension 1 -> mv" in said

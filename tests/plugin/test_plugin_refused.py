@@ -63,6 +63,7 @@ def test_a_call_that_would_check_nothing_or_something_else_fails(
     assert "Traceback" not in said and "checker.py" not in said
 
 
+@pytest.mark.thorough
 def test_a_layout_that_a_model_cannot_run_in_fails_and_hides_nothing(run: Run) -> None:
     result = run(CALL.format("tiny('qwen3_next'), schedules='static:2', max_tokens=2"))
     result.assert_outcomes(failed=1)
@@ -154,6 +155,7 @@ def test_what_was_not_checked_is_counted_apart(run: Run) -> None:
     assert "1 composition checked, none failed, 2 NOT CHECKED, " in text_of(result)
 
 
+@pytest.mark.thorough
 def test_a_size_of_one_is_served_one_after_the_other(run: Run) -> None:
     result = run(CALL.format("'builtin', [[1], [2]], schedules='static:1,continuous:1', max_tokens=1"))
     result.assert_outcomes(passed=1)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import Phase, find, given, settings
 from runs import model, patched
-from tiers import THOROUGH, examples, only_in_full
+from tiers import FULL, examples, only_in_full
 from toy_engine import Faulty, Packed
 
 from detdiff.check.checked_engines import against_alone
@@ -110,7 +110,7 @@ def test_a_fault_of_three_requests_one_of_them_arriving_mid_prefill_is_shrunk_to
     engine = Faulty()
     found = [
         smallest(strategy, lambda s: not check_scenario(engine, s).identical, seed)
-        for seed in range(3 if THOROUGH else 1)
+        for seed in range(3 if FULL else 1)
     ]
     least = min(found, key=size)
     assert least.schedule == LONG_FIRST
@@ -129,7 +129,7 @@ def test_a_fault_of_three_requests_one_of_them_arriving_mid_prefill_is_shrunk_to
     assert "continuous of packed: " in finding.text()
 
 
-@settings(max_examples=examples(200))
+@settings(max_examples=examples(100))
 @given(compositions())
 def test_an_engine_without_the_fault_passes_every_composition(scenario: Scenario) -> None:
     finding = check_scenario(Packed(), scenario)

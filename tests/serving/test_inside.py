@@ -95,6 +95,7 @@ def test_a_model_alone_says_that_who_met_is_not_known(
     assert any("shared a forward is not known" in words for words in found.not_carried)
 
 
+@pytest.mark.thorough
 def test_answers_swapped_outside_of_the_model_are_not_found_inside(
     engine: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

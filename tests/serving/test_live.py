@@ -86,7 +86,7 @@ class Traffic:
 
 
 @pytest.mark.parametrize(("name", "flags"), some_now(KINDS, 2))
-@pytest.mark.parametrize("seed", some_now(range(2), 0))
+@pytest.mark.parametrize("seed", some_now(range(2), 0, ci=()))
 def test_any_traffic_can_be_had_again(name: str, flags: str, seed: int, tmp_path: Path) -> None:
     engine = MlxEngine(tiny(name))
     base = "layout=packed" if "schedule" in flags else "layout=packed schedule=continuous"

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import trace_samples as samples
-from tiers import THOROUGH
+from tiers import FULL, THOROUGH
 
 from detdiff.errors import ShardMissing, TraceDiskFull, TraceError, TraceWriteError, WriterClosed
 from detdiff.trace import Rows, Trace, TraceWriter
@@ -47,13 +47,14 @@ def positions(path: Path, partial: bool = True) -> list[int]:
 
 
 def every_cut(path: Path, work: Path) -> Iterator[tuple[str, int, int]]:
-    """Cuts each file of a copy at every byte, in the first tier at every thirteenth and at its ends; (name, length left,
-    whole length) while it is cut."""
+    """Cuts each file of a copy at its ends and at every thirteenth byte, with CI=1 at every third, in full at every one;
+    (name, length left, whole length) while it is cut."""
+    step = 1 if FULL else 3 if THOROUGH else 13
     shutil.copytree(path, work)
     for file in sorted(path.iterdir()):
         raw = file.read_bytes()
         for length in range(len(raw)):
-            if not THOROUGH and length % 13 and 4 < length < len(raw) - 2:
+            if length % step and 4 < length < len(raw) - 2:
                 continue
             (work / file.name).write_bytes(raw[:length])
             yield file.name, length, len(raw)
