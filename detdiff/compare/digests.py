@@ -73,6 +73,7 @@ class Scanner:
         self._ports, self._pairs = ports, pairs
         self._sides = _SideDigests(a, pairs.a), _SideDigests(b, pairs.b)
         self._columns: dict[tuple[int, int], Columns] = {}
+        self._differ = np.empty((0, 0), dtype=np.bool_)
         self._last: tuple[int, tuple[UInt64, UInt64], Block] | None = None
 
     def columns(self, table_a: int, table_b: int) -> Columns:
@@ -137,7 +138,10 @@ class Scanner:
         return self._last[1:]
 
     def _block(self, rows: Int64, columns: Columns, lead: int) -> Block:
-        differ = np.empty((len(rows), len(columns.a)), dtype=np.bool_)
+        # Memory that is asked for anew has to be found by the system, which takes as long as comparing it.
+        if len(self._differ) < len(rows) or self._differ.shape[1] != len(columns.a):
+            self._differ = np.empty((len(rows), len(columns.a)), dtype=np.bool_)
+        differ = self._differ[: len(rows)]
         held, other = self._sides[lead], self._sides[1 - lead]
         step = columns.rows_in(_NEAR_BYTES)
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from detdiff.trace import PHASES, Trace, format_ranges
 
@@ -563,17 +562,12 @@ def _chunk(run: RunEvents, event: Event) -> str:
 
 def chunk_of(trace: Trace, request: int, forward: int) -> int | None:
     """Which of a request's prefill forwards this is, from 0; None where it is none of them."""
-    rows = trace.row_index()
+    rows, mine = trace.row_index(), trace.rows_of(request)
+    forwards = rows.forward[mine[rows.phase[mine] == PHASES.index("prefill")]]
     # Rows lie in execution order.
-    first, last = np.searchsorted(rows.forward, np.array((forward, forward + 1), np.int32)).tolist()
-
-    def mine(of: slice) -> NDArray[np.bool_]:
-        return np.asarray((rows.request[of] == request) & (rows.phase[of] == PHASES.index("prefill")))
-
-    if not mine(slice(first, last)).any():
-        return None
-    earlier = rows.forward[:first][mine(slice(first))]
-    return int(np.count_nonzero(np.diff(earlier, prepend=-1)))
+    some = forwards[np.flatnonzero(np.diff(forwards, prepend=-1))]
+    found = np.flatnonzero(some == forward)
+    return int(found[0]) if len(found) else None
 
 
 def _counts(a: RunEvents, b: RunEvents) -> tuple[EventCount, ...]:

@@ -180,7 +180,8 @@ def check_requests(requests: Sequence[Any], where: str, first: int = 0, ids: set
             isinstance(found.get("id"), str)
             and found["id"] not in seen
             and isinstance(tokens, list)
-            and all(type(token) is int and 0 <= token <= _MAX_INT32 for token in tokens)
+            and set(map(type, tokens)) <= {int}
+            and (not tokens or (min(tokens) >= 0 and max(tokens) <= _MAX_INT32))
         )
         if not ok:
             raise RequestListError(

@@ -35,6 +35,7 @@ from detdiff.trace.contents import (
     check_embeddings,
     check_lacking,
     check_lacking_sites,
+    grouped,
     parse_ranges,
     ports_of,
 )
@@ -66,6 +67,7 @@ class Trace:
     _forwards: Forwards
     _texts: Lines
     _rows: RowIndex
+    _by_request: tuple[Int32, NDArray[np.intp]] | None
 
     @classmethod
     def open(cls, path: Place | str, *, partial: bool = False, checked: bool = False) -> Trace:
@@ -142,6 +144,17 @@ class Trace:
     def row_index(self) -> RowIndex:
         """All rows of the trace in execution order: int32 [n] each."""
         return self._rows
+
+    def rows_of(self, request: int) -> Int32:
+        """The rows of a request, by its number, as places in ``row_index``, ascending; looked up, whatever the number of rows."""
+        if self._by_request is None:
+            order = grouped(self._rows.request)
+            ends = np.searchsorted(
+                self._rows.request[order], np.arange(len(self.requests) + 1, dtype=np.int32)
+            )
+            self._by_request = order.astype(np.int32), ends
+        rows, ends = self._by_request
+        return rows[ends[request] : ends[request + 1]]
 
     def fetch(self, shard: int, table: int, start: int = 0, stop: int | None = None) -> UInt64:
         """Rows ``start`` to ``stop`` of one table of one shard, uint64 [n, columns]."""
@@ -281,7 +294,7 @@ class Trace:
                 continue
             self.tables.update(shard.tables)
             shards.append(shard)
-        self._rows = _joined_rows(shards)
+        self._rows, self._by_request = _joined_rows(shards), None
         self.shards = tuple(shards)
 
     def _embedded(

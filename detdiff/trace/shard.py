@@ -320,12 +320,13 @@ def open_shard(
     check_rows(path.name, fields, limits)
     tables = {int(name[6:]): array(name) for name in tensors if name.startswith("table/")}
     count = len(fields["table"])
-    unknown = fields["table"][~np.isin(fields["table"], list(tables))]
-    if len(unknown):
-        raise RowError(
-            f"{path} has a row of table {unknown[0]}; expected one of the shard's tables {sorted(tables)}. "
-            "The file is damaged: record the trace again."
-        )
+    if not all((fields["table"] == number).all() for number in tables) or not tables:
+        unknown = fields["table"][~np.isin(fields["table"], list(tables))]
+        if len(unknown):
+            raise RowError(
+                f"{path} has a row of table {unknown[0]}; expected one of the shard's tables {sorted(tables)}. "
+                "The file is damaged: record the trace again."
+            )
     rank = np.empty(count, np.int32)
     for number, table in tables.items():
         check_table(f"{path.name}, table {number},", table, tensors[f"digest/{number}"].shape[1], limits)
