@@ -347,7 +347,7 @@ class TransformersEngine:
     def _notes(self, pin_kernels: bool) -> list[str]:
         if not pin_kernels:
             return []
-        return ["linear layers ran row by row, and attention sequence by sequence without padding"]
+        return ["linear layers ran row by row, and attention row by row over the keys that each sees"]
 
     def _in(self, dtype: str) -> TransformersEngine:
         """The same model in another dtype."""

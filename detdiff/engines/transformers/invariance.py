@@ -26,7 +26,7 @@ from detdiff_kernels.rounding import Float32
 
 from .linear_sites import TorchLinear, is_linear
 from .sites import bits, replaced
-from .taps import Attention, attention_as, experts, implementations, row_by_row
+from .taps import Attention, attention_as, by_keys, experts, implementations, row_by_row
 
 _WORK = 1 << 30  # products of one call in a probe at most
 _CONTEXT = 32  # positions that stand in the caches before a step is timed
@@ -178,7 +178,7 @@ class TorchPinning:
 
     def _attend(self, seen: _AttendingModule, path: str) -> Attend:
         torch, query = self._torch, seen.query
-        call = seen.native if path == NATIVE else _by_keys(torch, seen.native)
+        call = seen.native if path == NATIVE else by_keys(torch, seen.native)
         eager = implementations(self._model) == ["eager"]
 
         def attend(q: Float32, k: Float32, v: Float32, shown: Any) -> Any:
@@ -217,7 +217,7 @@ class TorchPinning:
                     for module, _, _ in self._experts[group]:
                         stack.enter_context(replaced(module, "forward", row_by_row(torch, module)))
                 elif policy == KEYS:
-                    stack.enter_context(attention_as(model, lambda native: _by_keys(torch, native)))
+                    stack.enter_context(attention_as(model, lambda native: by_keys(torch, native)))
             yield
 
     def step_seconds(self, batch: int, rounds: int, pins: Pins) -> Sequence[tuple[float, float]]:
@@ -258,52 +258,6 @@ def _tiled(torch: Any, module: Any, policy: RowPolicy) -> Callable[[Any], Any]:
         return whole.reshape(*x.shape[:-1], -1)
 
     return forward
-
-
-def _by_keys(torch: Any, native: Attention) -> Attention:
-    """Attention in a call for each row, over the keys that it sees."""
-
-    def bounds(mask: Any) -> list[list[tuple[int, int, bool]]]:
-        """For each slot and row of a mask: the first key, the one after the last, and whether all between are seen alike."""
-        held = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
-        whole = mask.dtype == torch.bool or bool((mask[held] == 0).all())
-        seen = held[:, 0].to(torch.int8)
-        first, count = seen.argmax(dim=-1), seen.sum(dim=-1)
-        last_seen = seen.shape[-1] - seen.flip(-1).argmax(dim=-1)
-        rows = zip(first.tolist(), last_seen.tolist(), count.tolist(), strict=True)
-        return [
-            [(f, e if c else f, whole and e - f == c) for f, e, c in zip(*slot, strict=True)] for slot in rows
-        ]
-
-    def call(module: Any, query: Any, key: Any, value: Any, mask: Any = None, **kwargs: Any) -> Any:
-        slots, rows, keys = query.shape[0], query.shape[2], key.shape[2]
-        causal = kwargs.get("is_causal")
-        causal = getattr(module, "is_causal", True) if causal is None else causal
-        if mask is not None and (mask.ndim != 4 or mask.shape[1] > 1):
-            return native(module, query, key, value, mask, **kwargs)
-        told = None if mask is None else bounds(mask)
-        outputs = []
-        for slot in range(slots):
-            mine = None if told is None else told[slot if len(told) > 1 else 0]
-            done = []
-            for row in range(rows):
-                first, last, whole = 0, keys - rows + row + 1 if causal else keys, True
-                if mine is not None:
-                    first, last, whole = mine[row if len(mine) > 1 else 0]
-                q = query[slot : slot + 1, :, row : row + 1].contiguous()
-                if last == first:
-                    # Padding: nobody reads it.
-                    done.append(query.new_zeros((1, 1, query.shape[1], value.shape[3])))
-                    continue
-                k, v = (each[slot : slot + 1, :, first:last].contiguous() for each in (key, value))
-                own = None
-                if not whole:
-                    own = mask[min(slot, len(mask) - 1)][None, :, row : row + 1, first:last].contiguous()
-                done.append(native(module, q, k, v, own, **kwargs)[0])
-            outputs.append(done[0] if rows == 1 else torch.cat(done, dim=1))
-        return (outputs[0] if slots == 1 else torch.cat(outputs)), None
-
-    return call
 
 
 def _tensors(torch: Any, made: Any) -> list[Any]:

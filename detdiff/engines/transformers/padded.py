@@ -122,8 +122,7 @@ class PaddedBatches:
         hidden: list[Any] = []
         with contextlib.ExitStack() as stack:
             if overrides.pin_kernels:
-                behind = batch.missing if batch.right else ()
-                stack.enter_context(pinned(torch, model, batch.padding, behind, not self.sites.encoder))
+                stack.enter_context(pinned(torch, model))
             if recorder is not None:
                 recorder.start(batch)
                 recorder.begin(ids.cpu().numpy())
@@ -165,7 +164,7 @@ class PaddedBatches:
 
         with contextlib.ExitStack() as stack:
             if options.overrides.pin_kernels:
-                stack.enter_context(pinned(torch, model, batch.padding))
+                stack.enter_context(pinned(torch, model))
             if recorder is not None:
                 recorder.start(batch)
                 stack.callback(model.register_forward_pre_hook(fed, with_kwargs=True).remove)

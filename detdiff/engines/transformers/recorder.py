@@ -12,7 +12,8 @@ from detdiff.engines.base import PortRows, RowTable, forward_line, highest
 from detdiff.engines.tasks import Pooling, scores
 from detdiff.trace import Generated, combine_entries, format_ranges
 
-from .rows import Int64, RowRecorder, UInt64
+from .rows import Int64, RowRecorder, UInt64, windowed
+from .taps import AttentionCall
 
 _SCORED_IN = {"torch.bfloat16": "BF16", "torch.float16": "F16", "torch.float32": "F32"}
 
@@ -117,7 +118,7 @@ class TorchRecorder(RowRecorder):
         cache = self._cache(name)
         cache.before = keys, values
 
-    def attended(self, name: str, keys: Any, values: Any, _: bool) -> None:
+    def attended(self, name: str, keys: Any, values: Any, call: AttentionCall) -> None:
         """The keys and values that an attention module reads, [requests, heads, columns, size]."""
         if self._map.encoder:
             self._seen_rows = self._own_rows(keys, values)
@@ -164,7 +165,7 @@ class TorchRecorder(RowRecorder):
             }
             at = self._columns + columns[mine] - pad
             for what, values_ in terms.items():
-                seen[what][mine] = np.cumsum(values_, dtype=np.uint64)[at]
+                seen[what][mine] = windowed(np.cumsum(values_, dtype=np.uint64), at, call.window)
         for what, sums in seen.items():
             self._found[self._ports[read, what]] = PortRows(rows, sums)
         number, site = self._sites[write]

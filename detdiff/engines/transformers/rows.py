@@ -226,3 +226,10 @@ class RowRecorder(ABC):
         ]
         self._writer.forward(self._line(self._writer.plan(calls)))
         write_rows(self._writer, self.forwards, self._table, self._found, len(self._ports))
+
+
+def windowed(sums: UInt64, at: Int64, window: int | None) -> UInt64:
+    """Sums uint64 [n] of all terms up to the places ``at``, or of the newest ``window`` of them, from the cumulative ``sums``."""
+    if not window:
+        return sums[at]
+    return sums[at] - np.where(at >= window, sums[np.maximum(at - window, 0)], np.uint64(0))

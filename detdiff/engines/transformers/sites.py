@@ -138,8 +138,8 @@ def discover(torch: Any, model: Any, tap: Any) -> TorchSites:
         def observe(name: str, given: Any, made: Any, into: dict[str, Any] = found) -> None:
             into[name] = tuple(None if each is None else tuple(each.shape) for each in (given, made))
 
-        def attended(name: str, key: Any, value: Any, before: bool) -> None:
-            attention[name] = (tuple(key.shape), tuple(value.shape), before)
+        def attended(name: str, key: Any, value: Any, call: Any) -> None:
+            attention[name] = (tuple(key.shape), tuple(value.shape), call.cached)
 
         ids = torch.zeros((requests, length), dtype=torch.long, device=parameter.device)
         with torch.inference_mode(), tap(observe, attended):

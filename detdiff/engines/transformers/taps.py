@@ -6,14 +6,22 @@ import contextlib
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from .sites import call_names, first_tensor, output_tensor, replaced
 
+
+class AttentionCall(NamedTuple):
+    """What goes with the keys and values of a call: whether they came through a cache, the mask [requests or 1, 1, rows, keys] of those that
+    each row sees (None: all before it), and how many of the newest it sees at most."""
+
+    cached: bool
+    mask: Any
+    window: int | None
+
+
 Observe = Callable[[str, Any, Any], None]  # site, given, made
-Attended = Callable[
-    [str, Any, Any, bool], None
-]  # attention module, keys, values, whether entries came through a cache
+Attended = Callable[[str, Any, Any, AttentionCall], None]  # attention module, keys, values
 Attention = Callable[..., Any]
 
 
@@ -25,9 +33,11 @@ def tapped(
     attended: Attended,
     before: Callable[[], None] | None = None,
     written: Callable[[str, Any, Any], None] | None = None,
+    caches: Sequence[type] = (),
 ) -> Iterator[None]:
     """Call ``observe`` for each module and attention call when it ends, ``attended`` with the keys and values that attention
-    reads, ``written`` with new entries on their way into the cache, and ``before`` when a forward begins."""
+    reads, ``written`` with new entries on their way into the cache, and ``before`` when a forward begins. ``caches`` are classes of
+    caches besides transformers' ``Cache``."""
     seen: dict[str, int] = {}
     names = {id(module): name for name, module in model.named_modules()}
     layers = {
@@ -52,9 +62,9 @@ def tapped(
     def attention(native: Attention) -> Attention:
         def call(module: Any, *args: Any, **kwargs: Any) -> Any:
             output = native(module, *args, **kwargs)
-            query, key, value = (
+            query, key, value, mask = (
                 args[n] if len(args) > n else kwargs.get(word)
-                for n, word in enumerate(("query", "key", "value"))
+                for n, word in enumerate(("query", "key", "value", "attention_mask"))
             )
             name = names.get(id(module))
             made = output_tensor(torch, output)
@@ -63,7 +73,8 @@ def tapped(
                 and made is not None
                 and all(isinstance(each, torch.Tensor) and each.ndim == 4 for each in (query, key, value))
             ):
-                attended(name, key, value, name in cached)
+                window = kwargs.get("sliding_window")
+                attended(name, key, value, AttentionCall(name in cached, mask, window))
                 observe(call_names(f"{name}.attention", seen), query, made)
             return output
 
@@ -94,7 +105,8 @@ def tapped(
         stack.enter_context(attention_as(model, attention))
         from transformers.cache_utils import Cache
 
-        stack.enter_context(replaced(Cache, "update", update(Cache.update)))
+        for kind in (Cache, *caches):
+            stack.enter_context(replaced(kind, "update", update(vars(kind)["update"])))
         yield
 
 
@@ -114,7 +126,9 @@ def attention_as(model: Any, change: Callable[[Attention], Attention]) -> Iterat
             interface = getattr(place, "ALL_ATTENTION_FUNCTIONS", None)
             if interface is not None and id(interface) not in done:
                 done.add(id(interface))
-                for name in implementations(model):
+                names = implementations(model)
+                # What continuous batching takes in the place of eager.
+                for name in (*names, *(["paged|eager"] if "eager" in names else [])):
                     if name in interface:
                         stack.enter_context(_entry(interface, name, change(interface[name])))
             eager = vars(place).get("eager_attention_forward") if place is not None else None
@@ -149,11 +163,9 @@ def implementations(model: Any) -> list[str]:
 
 
 @contextlib.contextmanager
-def pinned(
-    torch: Any, model: Any, padding: Sequence[int], after: Sequence[int] = (), causal: bool = True
-) -> Iterator[None]:
-    """Every linear layer computes row by row, and attention sequence by sequence without its padding (columns on the left
-    by request, and ``after`` on the right), whatever the batch: one kernel path for every number of rows."""
+def pinned(torch: Any, model: Any) -> Iterator[None]:
+    """Every linear layer and expert computes row by row, and attention row by row over the keys that it sees, whatever the batch:
+    one kernel path for every number of rows."""
 
     def rows(module: Any) -> Any:
         native = module.forward
@@ -165,46 +177,60 @@ def pinned(
 
         return forward
 
-    def attention(native: Attention) -> Attention:
-        def call(module: Any, query: Any, key: Any, value: Any, mask: Any = None, **kwargs: Any) -> Any:
-            length, keys = query.shape[2], key.shape[2]
-            outputs, weights = [], None
-            for request, columns in enumerate(padding):
-                # A window's cache has lost its oldest columns, padding first.
-                pad = max(0, columns - (fed[0] - keys))
-                first = max(0, columns - (fed[0] - length))
-                behind = after[request] if after else 0
-                q = query[request : request + 1, :, first : length - behind].contiguous()
-                k, v = (
-                    each[request : request + 1, :, pad : keys - behind].contiguous() for each in (key, value)
-                )
-                own = _mask(torch, mask, request, q, k, first, pad)
-                if mask is None and not causal:
-                    own = None if implementations(model) == ["eager"] else torch.ones_like(own)
-                made, weights = native(module, q, k, v, own, **kwargs)
-                if first or behind:
-                    empty = [made.new_zeros((1, n, *made.shape[2:])) for n in (first, behind)]
-                    made = torch.cat([empty[0], made, empty[1]], dim=1)
-                outputs.append(made)
-            return torch.cat(outputs), weights if len(outputs) == 1 else None
-
-        return call
-
-    fed = [0]
-
-    def begin(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        ids = kwargs["input_ids"] if kwargs.get("input_ids") is not None else args[0]
-        fed[0] += int(ids.shape[1])
-
     with contextlib.ExitStack() as stack:
-        stack.callback(model.register_forward_pre_hook(begin, with_kwargs=True).remove)
         for module in model.modules():
             if isinstance(module, torch.nn.Linear) or type(module).__name__ == "Conv1D":
                 stack.enter_context(replaced(module, "forward", rows(module)))
         for _, module in experts(torch, model):
             stack.enter_context(replaced(module, "forward", row_by_row(torch, module)))
-        stack.enter_context(attention_as(model, attention))
+        stack.enter_context(attention_as(model, lambda native: by_keys(torch, native)))
         yield
+
+
+def by_keys(torch: Any, native: Attention) -> Attention:
+    """Attention in a call for each row, over the keys that it sees."""
+
+    def bounds(mask: Any) -> list[list[tuple[int, int, bool]]]:
+        """For each slot and row of a mask: the first key, the one after the last, and whether all between are seen alike."""
+        held = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+        whole = mask.dtype == torch.bool or bool((mask[held] == 0).all())
+        seen = held[:, 0].to(torch.int8)
+        first, count = seen.argmax(dim=-1), seen.sum(dim=-1)
+        last_seen = seen.shape[-1] - seen.flip(-1).argmax(dim=-1)
+        rows = zip(first.tolist(), last_seen.tolist(), count.tolist(), strict=True)
+        return [
+            [(f, e if c else f, whole and e - f == c) for f, e, c in zip(*slot, strict=True)] for slot in rows
+        ]
+
+    def call(module: Any, query: Any, key: Any, value: Any, mask: Any = None, **kwargs: Any) -> Any:
+        slots, rows, keys = query.shape[0], query.shape[2], key.shape[2]
+        causal = kwargs.get("is_causal")
+        causal = getattr(module, "is_causal", True) if causal is None else causal
+        if mask is not None and (mask.ndim != 4 or mask.shape[1] > 1):
+            return native(module, query, key, value, mask, **kwargs)
+        told = None if mask is None else bounds(mask)
+        outputs = []
+        for slot in range(slots):
+            mine = None if told is None else told[slot if len(told) > 1 else 0]
+            done = []
+            for row in range(rows):
+                first, last, whole = 0, keys - rows + row + 1 if causal else keys, True
+                if mine is not None:
+                    first, last, whole = mine[row if len(mine) > 1 else 0]
+                q = query[slot : slot + 1, :, row : row + 1].contiguous()
+                if last == first:
+                    # Padding: nobody reads it.
+                    done.append(query.new_zeros((1, 1, query.shape[1], value.shape[3])))
+                    continue
+                k, v = (each[slot : slot + 1, :, first:last].contiguous() for each in (key, value))
+                own = None
+                if not whole:
+                    own = mask[min(slot, len(mask) - 1)][None, :, row : row + 1, first:last].contiguous()
+                done.append(native(module, q, k, v, own, **kwargs)[0])
+            outputs.append(done[0] if rows == 1 else torch.cat(done, dim=1))
+        return (outputs[0] if slots == 1 else torch.cat(outputs)), None
+
+    return call
 
 
 def experts(torch: Any, model: Any) -> Iterator[tuple[str, Any]]:
@@ -245,14 +271,3 @@ def row_by_row(torch: Any, module: Any) -> Callable[..., Any]:
 def _own_weights(module: Any) -> bool:
     """Whether a module multiplies by itself: a router, or experts in one tensor."""
     return any(parameter.ndim >= 2 for parameter in module.parameters(recurse=False))
-
-
-def _mask(torch: Any, mask: Any, request: int, query: Any, key: Any, first: int, pad: int) -> Any:
-    """The mask of one request without its padding; where the batch came without any, the causal one it stands for, since
-    attention takes another kernel without a mask."""
-    length, seen = query.shape[2], key.shape[2]
-    if mask is None:
-        at = torch.arange(length, device=query.device)[:, None] + (seen - length)
-        return (torch.arange(seen, device=query.device)[None] <= at)[None, None]
-    of = request if mask.shape[0] > 1 else 0
-    return mask[of : of + 1, :, first : first + length, pad : pad + seen].contiguous()
