@@ -79,6 +79,28 @@ def _larger(model: Any) -> Any:
     return model.eval()
 
 
+def tiny_gemma3(torch: Any) -> Any:
+    """A random gemma3 of a layer with a window of four positions and one without, float32."""
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    torch.manual_seed(0)
+    config = Gemma3TextConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        sliding_window=4,
+        layer_types=["sliding_attention", "full_attention"],
+        eos_token_id=None,
+        bos_token_id=None,
+        pad_token_id=0,
+    )
+    return Gemma3ForCausalLM(config).eval()
+
+
 def row_by_row(torch: Any, model: Any) -> Any:
     """The model with every linear layer computed one row at a time, whatever the batch."""
     for module in model.modules():

@@ -43,7 +43,7 @@ _SPLIT = "--clock processor --find-split --answer-lengths 8"
 COMMANDS: Final = {
     "mlx": f"detdiff bench --model builtin {_LENGTHS} {_BOTH} -o mlx",
     "llama": f"detdiff bench {_LLAMA} --set engine.unified=true {_SHORT} {_BOTH} -o llama",
-    "torch": f"detdiff bench {_TORCH} {_LENGTHS} {_STATIC} -o torch",
+    "torch": f"detdiff bench {_TORCH} {_LENGTHS} {_BOTH} -o torch",
     "split-llama": f"detdiff bench {_LLAMA} {_SPLIT} --requests 8 --rounds 3 -o split-llama",
     "split-candle": f"detdiff bench --model builtin --set kernels=candle-metal --set layout=packed {_SPLIT} --requests 5 --rounds 3 -o split-candle",
     "split-mlx": f"detdiff bench --model builtin {_SPLIT} --requests 5 --rounds 3 -o split-mlx",
@@ -107,19 +107,18 @@ def factors(found: Json) -> str:
     costs = Costs(list(by_name.values()))
     serial, rows = by_name["serial"], []
     for n in LEVELS:
-        static, other = by_name[f"static:{n}"], by_name.get(f"continuous:{n}")
+        static, other = by_name[f"static:{n}"], by_name[f"continuous:{n}"]
         cells = [n]
-        for each in (static,) if other is None else (static, other):
+        for each in (static, other):
             expected = costs.time(*counted(serial)) / costs.time(*counted(each))
             cells += [spread(each["detdiff"]["factor"]), f"{expected:.2f}", each["detdiff"]["answers"]]
-        if other is not None:
-            forwards, computed = counted(static)
-            useful = static["detdiff"]["counts"]["rows"]
-            mine = counted(other)
-            waiting = costs.time(forwards, useful) / costs.time(mine[0], useful)
-            counts = costs.time(forwards, computed) / costs.time(*mine)
-            whole = seconds(static) / seconds(other)
-            cells += [f"{x:.2f}" for x in (whole, waiting, counts / waiting, whole / counts)]
+        forwards, computed = counted(static)
+        useful = static["detdiff"]["counts"]["rows"]
+        mine = counted(other)
+        waiting = costs.time(forwards, useful) / costs.time(mine[0], useful)
+        counts = costs.time(forwards, computed) / costs.time(*mine)
+        whole = seconds(static) / seconds(other)
+        cells += [f"{x:.2f}" for x in (whole, waiting, counts / waiting, whole / counts)]
         rows.append(cells)
     headers = [
         "at once",
@@ -131,7 +130,7 @@ def factors(found: Json) -> str:
         "answers",
     ]
     headers += ["continuous to static", "waiting", "padding", "rest"]
-    text = tabulate(rows, headers[: len(rows[0])], tablefmt="pipe", disable_numparse=True)
+    text = tabulate(rows, headers, tablefmt="pipe", disable_numparse=True)
     fit = (
         f"A forward costs {costs.forward * 1e3:.2f} ms and a row of it {costs.row * 1e3:.2f} ms here, fitted to the {len(by_name)} policies "
         f"(the worst is {costs.worst:.0%} off)."
@@ -146,9 +145,8 @@ def memory(found: Json, costs: Costs) -> str:
     lengths = list(zip(first["input_lens"], first["output_lens"], strict=True))
     budget = 4 * max(p + a for p, a in lengths)
     held = cache_memory(lengths, (), budget=budget).most_paged
-    small = by_name.get("continuous:4")
-    if small is None or held is None:
-        return ""
+    small = by_name["continuous:4"]
+    assert held is not None
     nearest = min(LEVELS, key=lambda n: abs(n - held))
     large = by_name[f"continuous:{nearest}"]
     explained = costs.time(*counted(small)) / costs.time(*counted(large))

@@ -57,8 +57,8 @@ class Policy:
         others = (plain.kernels, plain.speculation, plain.cache.kv_bits, serial.invariant)
         if (own.kernels, own.speculation, own.cache.kv_bits, self.invariant) == others:
             return serial
-        schedule = replace(own.schedule, kind="serial", active=None, row_budget=None)
-        return replace(self, name=f"{BASELINE} as {self.name}", scenario=replace(own, schedule=schedule))
+        alone = own.with_changes(schedule="serial", active=None, row_budget=None)
+        return replace(self, name=f"{BASELINE} as {self.name}", scenario=alone)
 
     def runs_as(self, other: Policy) -> bool:
         """Whether both are the same run."""

@@ -1,18 +1,19 @@
 """The forwards that a policy would make an engine run, from lengths alone: no model is loaded and nothing is computed.
 
 Where scheduling is detdiff's (packed rows, llama.cpp) its own functions decide; where it is an engine's, that engine's scheduler runs
-over a model that computes nothing.
+over a model that computes nothing, or is followed (transformers' continuous batching, whose scheduler needs a model).
 """
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Final
 
 from detdiff.engines.schedule import Work, admitted, allot, by_arrival, prompt_share
 from detdiff.errors import PolicyUnusable
-from detdiff.scenario import LLAMA, Scenario
+from detdiff.scenario import LLAMA, TRANSFORMERS, Scenario
 
 from .counts import ForwardShape
 from .workload import Workload
@@ -57,10 +58,11 @@ def simulate(scenario: Scenario, workload: Workload) -> list[ForwardShape]:
     work = work_of(workload, scenario)
     if scenario.engine == LLAMA:
         return _in_graphs(scenario, work)
+    if scenario.engine == TRANSFORMERS:
+        continuous = scenario.schedule.kind == "continuous"
+        return list(first_come(scenario, work)) if continuous else padded_batches(scenario, work)
     if scenario.schedule.layout == "packed":
         return list(packed(scenario, work))
-    if scenario.engine == "transformers":
-        return padded_batches(scenario, work)
     own = _OWN.get(scenario.engine)
     if own is None:
         raise PolicyUnusable(
@@ -157,3 +159,37 @@ def padded_batches(scenario: Scenario, work: Sequence[Work]) -> list[ForwardShap
             held = {item.index: len(item.prompt) + min(step, item.max_tokens - 1) for item in batch}
             found.append(ForwardShape(rows, (len(batch), longest if step == 0 else 1), held))
     return found
+
+
+MOST_ROWS: Final = 8192
+"""Rows of a forward at most where transformers is told of no other limit (PagedAttentionMemoryHandler, 5.24)."""
+
+
+def first_come(scenario: Scenario, work: Sequence[Work]) -> Iterator[ForwardShape]:
+    """The forwards of transformers' continuous batching by its FIFOScheduler (5.24): requests that decode first, in the order in which they began,
+    then prompts that were begun, then new ones, each with as many rows as are left; a forward has no more requests than may run at a time."""
+    schedule, arriving = scenario.schedule, replace(scenario.schedule, active=None)
+    most = schedule.row_budget or MOST_ROWS
+    at_once = min(schedule.active or len(work), most)
+    waiting, queue, active, step = by_arrival(work), list[Work](), list[Work](), 0
+    while waiting or queue or active:
+        due = admitted(waiting, [*queue, *active], arriving, step)
+        waiting = [item for item in waiting if item not in due]
+        queue += due
+        begun = [item for item in active if not item.decoding]
+        rows: dict[int, int] = {}
+        for item in [*(item for item in active if item.decoding), *begun, *queue]:
+            left = most - sum(rows.values())
+            if not left or len(rows) == at_once:
+                break
+            share = 1 if item.decoding else min(left, len(item.prompt) - item.done)
+            rows[item.index] = share
+            item.done += share
+            if item in queue:
+                queue.remove(item)
+                active.append(item)
+            if item.done >= len(item.prompt):
+                item.generated.append(0)
+        yield ForwardShape(rows, (1, sum(rows.values())), {item.index: item.done for item in active})
+        active = [item for item in active if not item.finished]
+        step += 1

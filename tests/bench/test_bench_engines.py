@@ -12,9 +12,12 @@ from llama.models import need_llama, tiny_gguf
 from tiers import only_in_full
 from torch_models import need_torch, tiny_llama, torch_or_skip
 
+from detdiff import record
+from detdiff.bench.counts import recorded
 from detdiff.bench.measure import PolicyResult, answers, measure
 from detdiff.bench.policies import policies, with_pins
-from detdiff.bench.workload import Lengths, drawn
+from detdiff.bench.simulate import simulate
+from detdiff.bench.workload import Lengths, WorkItem, Workload, drawn
 from detdiff.errors import PolicyUnusable
 from detdiff.scenario import Scenario
 
@@ -73,8 +76,37 @@ def test_transformers_runs_the_batches_that_are_simulated() -> None:
     from detdiff.engines.transformers import TransformersEngine
 
     engine = TransformersEngine(tiny_llama(torch_or_skip()))
-    found = measured(engine, "transformers", "tiny", ["static:2", "static"])
+    asked = ["static:2", "static", "continuous:4 row_budget=7 page_tokens=4"]
+    found = measured(engine, "transformers", "tiny", asked)
     assert found[2].counts is not None and found[2].counts.padding > 0
+    continuous = found[3].counts
+    assert continuous is not None and continuous.padding == 0
+    assert max(rows for rows, _ in continuous.rows_per_forward) == 7
+
+
+def test_transformers_continuous_batches_are_simulated_with_arrivals(tmp_path: Path) -> None:
+    need_torch()
+    from detdiff.engines.transformers import TransformersEngine
+
+    engine = TransformersEngine(tiny_llama(torch_or_skip()))
+    lengths, come = (3, 9, 1, 5, 7), (4, 0, 0, 1, 60)
+    items = tuple(WorkItem(n, m, float(at)) for n, m, at in zip(lengths, (4, 2, 6, 1, 3), come, strict=True))
+    requests = [
+        {
+            "tokens": [5 + n] * item.prompt_length,
+            "max_tokens": item.answer_length,
+            "arrival": int(item.arrival),
+        }
+        for n, item in enumerate(items)
+    ]
+    keys = {"model": "tiny", "engine": "transformers", "schedule": "continuous", "request": requests}
+    for number, more in enumerate(
+        ({"active": 2}, {"active": 3, "row_budget": 4}, {"active": 4, "row_budget": 2}, {})
+    ):
+        scenario = Scenario.from_dict({**keys, **more, "ignore_stop": True})
+        trace = record(scenario, tmp_path / str(number), engine=engine)
+        found = [(each.rows, each.shape) for each in simulate(scenario, Workload(items, "these"))]
+        assert found == [(each.rows, each.shape) for each in recorded(trace)]
 
 
 def test_pinned_kernels_answer_as_serial_does_in_transformers_and_others_do_not() -> None:
@@ -93,7 +125,7 @@ def test_pinned_kernels_answer_as_serial_does_in_transformers_and_others_do_not(
     scenario = Scenario.from_dict(
         {"model": "tiny", "engine": "transformers", "schedule": "static", "request": requests}
     )
-    asked = ["static", "static batch-invariant", "static:3 batch-invariant"]
+    asked = ["static", "static batch-invariant", "continuous:3 batch-invariant"]
     found = [PolicyResult(each) for each in with_pins(engine, policies(scenario, asked), compositions=2)]
     answers(engine, found, workload)
     measure(engine, found, 1)

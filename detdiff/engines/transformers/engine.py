@@ -1,4 +1,4 @@
-"""TransformersEngine: causal language models of Hugging Face transformers, as its own ``generate`` runs them.
+"""TransformersEngine: causal language models of Hugging Face transformers, as its own ``generate`` or continuous batching runs them.
 
 Needs the extra ``torch``. Importing this imports neither torch nor transformers.
 """
@@ -20,15 +20,15 @@ from detdiff.engines import base
 from detdiff.engines.base import Begin, RunOptions, request_header, wanted_values
 from detdiff.engines.schedule import request_tokens
 from detdiff.errors import (
-    EngineFailed,
     EngineRefuses,
     EngineUnusable,
     TorchMissing,
     words_of,
 )
-from detdiff.scenario import GENERATE, KernelPlan, Request, Scenario, nearest
+from detdiff.scenario import GENERATE, CachePlan, KernelPlan, Request, Scenario, nearest
 from detdiff.trace import Site
 
+from .continuous import ContinuousBatches, refuse_paged
 from .linear_sites import as_computed, called_again, load_torch, operation_of
 from .padded import Given, PaddedBatches, text_ends
 from .rows import RowSink
@@ -61,6 +61,7 @@ _CAPABILITIES: Final = frozenset(
         base.INVARIANCE,
         base.SERIAL,
         base.STATIC,
+        base.CONTINUOUS,
         base.EMBEDS,
         base.TIMED,
     }
@@ -71,15 +72,14 @@ _LACKS: Final = {
     base.LOGITS: _ENCODER,
     base.SCORES: _ENCODER,
     base.KERNEL_PATHS: "torch does not say which of its kernels computed a site",
-    base.CONTINUOUS: "transformers' own continuous batching keeps its cache in pages that are not tapped",
     base.TEXT: "the model was given without a tokenizer",
     base.MODEL_FILE: "the model came from no directory, so what is in its file is not known",
 }
 
 
 class TransformersEngine:
-    """A model of transformers: each request alone (serial), or all in one batch (static): padded on the left where it
-    generates, on the right, or as ``padding_side`` says, where texts are scored or embedded.
+    """A model of transformers: each request alone (serial), all in one batch (static), or as its own continuous batching has them
+    (continuous). Batches are padded on the left where it generates, on the right, or as ``padding_side`` says, where texts are scored or embedded.
 
     ``model`` is what ``AutoModelForCausalLM.from_pretrained`` gives, or ``AutoModel`` for one that embeds alone, ``tokenizer`` what turns texts into its token ids, where
     prompts are texts. ``settings`` has ``dtype``, ``device``, ``attn_implementation``, ``threads`` and ``padding_side``.
@@ -233,7 +233,7 @@ class TransformersEngine:
         )
 
     def check(self, scenario: Scenario) -> None:
-        """Raises EngineFailed for schedule continuous, EngineRefuses for what ``generate`` cannot be told."""
+        """Raises EngineRefuses for what ``generate``, or its continuous batching, cannot be told."""
         generates = scenario.task == GENERATE
         if generates and base.TOKENS not in self.capabilities:
             raise EngineRefuses(
@@ -243,24 +243,17 @@ class TransformersEngine:
             raise EngineRefuses(
                 "padding_side is 'right'; expected 'left': with padding on the right, generate continues the padding. Leave it out."
             )
-        if scenario.schedule.kind == "continuous":
-            raise EngineFailed(
-                "The generate of transformers runs one batch from start to end, and schedule continuous was asked for, whose "
-                "pages are not tapped. Ask for static:N."
-            )
-        names = (
-            "layout packed",
-            "prefill_chunk",
-            "kernels",
-            "a draft",
-            "settings of the cache",
-            "force_tokens",
-            "lens",
-            "a temperature",
-        )
-        base.refuse_untold(
-            scenario, names, "transformers, which decodes greedily by its own generate. Leave it out."
-        )
+        names = ["prefill_chunk", "kernels", "a draft", "force_tokens", "lens", "a temperature"]
+        why = "transformers, which decodes greedily by its own generate. Leave it out."
+        continuous = scenario.schedule.kind == "continuous"
+        if continuous:
+            why = "transformers, whose continuous batching decodes greedily and knows one limit, of a forward's rows (row_budget). Leave it out."
+            refuse_paged(self.model, scenario)
+        else:
+            names.append("layout packed")
+        if not continuous or replace(scenario.cache, page_tokens=None) != CachePlan():
+            names.append("settings of the cache")
+        base.refuse_untold(scenario, names, why)
 
     def run(self, scenario: Scenario, begin: Begin, options: RunOptions) -> Mapping[str, Any]:
         """See `base.Engine.run`."""
@@ -291,7 +284,7 @@ class TransformersEngine:
                 ],
                 "sites": [each.site for each in sites.sites],
                 "lacks": lacks,
-                "notes": self._notes(overrides.pin_kernels),
+                "notes": [*served.notes, *self._notes(overrides.pin_kernels)],
                 **base.decoder_roles(str(self.identity["model_type"]), ROLES),
             }
         )
@@ -347,7 +340,9 @@ class TransformersEngine:
     def _notes(self, pin_kernels: bool) -> list[str]:
         if not pin_kernels:
             return []
-        return ["linear layers ran row by row, and attention row by row over the keys that each sees"]
+        return [
+            "linear layers and activations ran row by row, and attention row by row over the keys that each sees"
+        ]
 
     def _in(self, dtype: str) -> TransformersEngine:
         """The same model in another dtype."""
@@ -357,8 +352,10 @@ class TransformersEngine:
         found: TransformersEngine = self._other[dtype]
         return found
 
-    def _served(self, scenario: Scenario, given: Given) -> PaddedBatches:
+    def _served(self, scenario: Scenario, given: Given) -> PaddedBatches | ContinuousBatches:
         """How a scenario's requests are run."""
+        if scenario.schedule.kind == "continuous":
+            return ContinuousBatches(self._torch, self.model, scenario, given)
         right = scenario.task != GENERATE and self.settings.get("padding_side") != "left"
         return PaddedBatches(self._torch, self.model, self.sites, scenario, given, right)
 

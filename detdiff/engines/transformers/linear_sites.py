@@ -21,7 +21,7 @@ from detdiff.errors import OracleRefused, ProbeBackendUnusable, ProbeSiteUnknown
 from detdiff.explain.attention_bounds import AttentionOperation, AttentionRoundings
 from detdiff.explain.bounds import Embedding, Linear
 from detdiff.explain.oracle import Operation
-from detdiff.explain.origins import Captured
+from detdiff.explain.origins import Captured, dtype_of
 from detdiff.probe.operation import (
     ONE_AFTER_THE_OTHER,
     Float64,
@@ -267,23 +267,55 @@ def operation_of(
     """Of ``rows`` of a captured run. Raises OracleRefused for another kind of site, a module that computes in a way of its
     own, and a device whose kernels' roundings are not known."""
     name = re.sub(r"#\d+$", "", site.name)
-    module: Any = dict(model.named_modules()).get(name)
+    modules = dict(model.named_modules())
+    module: Any = modules.get(name)
     if model.device.type != "cpu":
         raise OracleRefused(
             f"The site {site.name} ran on {model.device.type}, and which roundings torch's kernels do there is not known. Judge it on "
             "the CPU."
         )
+    if site.kind == "attention" and len(rows) == 1:
+        return _attention(modules[name.removesuffix(".attention")], site, captured, request, rows[0])
     if type(module) is torch.nn.Embedding:
         return Embedding(_ids(captured, request, rows), _weight(torch, module))
     if type(module) is not torch.nn.Linear:
         raise OracleRefused(
             f"The site {site.name} is a {type(module).__name__}, whose roundings are not known; known are torch's Linear and "
-            "Embedding. Judge the sites before and after it."
+            "Embedding, and causal attention. Judge the sites before and after it."
         )
     given = np.stack([captured.needed(row, site, "in").numbers() for row in rows])
     bias = None if module.bias is None else module.bias.detach().float().numpy().astype(np.float64)
     # Products of float32, float16 and bfloat16 sum in float32 on a CPU, in any order.
     return Linear(given.reshape(len(rows), -1), _weight(torch, module), bias)
+
+
+def _attention(module: Any, site: Site, captured: Captured, request: str, row: int) -> Operation:
+    """Attention of one row over its own entries up to it. Raises OracleRefused where more than those, a scale and a window goes into it."""
+    config = module.config
+    more = [
+        name
+        for name in ("sinks", "attn_logit_softcapping", "softcap", "position_bias")
+        if getattr(module, name, None) is not None
+    ]
+    scale = getattr(module, "scaling", None)
+    if more or scale is None or getattr(module, "is_causal", True) is False:
+        raise OracleRefused(
+            f"The attention of a {type(module).__name__} at {site.name} is no plain causal one ({', '.join(more) or 'no scale, or later rows are seen'}), "
+            "and its roundings are not known. Judge the sites around it."
+        )
+    window = getattr(module, "sliding_window", None)
+    if not hasattr(module, "sliding_window") and not getattr(config, "layer_types", None):
+        window = getattr(config, "sliding_window", None)
+    position = int(captured.trace.row_index().position[row])
+    span = range(max(0, position + 1 - window) if window else 0, position + 1)
+    write = captured.write_site(site.layer, draft=False)
+    keys, values = (
+        captured.entries(request, write, side, span, captured.forward(row)) for side in ("K", "V")
+    )
+    given = captured.needed(row, site, "in")
+    query = given.numbers().reshape(1, -1, keys.shape[-1])
+    attention = AttentionOperation(query, keys, values, float(scale), np.zeros((1, 1, len(span))))
+    return as_computed(attention, dtype_of(given))
 
 
 def called_again(

@@ -33,6 +33,8 @@ class PaddedBatches:
         self._torch, self.model, self.sites = torch, model, sites
         self._scenario, self._given, self._right = scenario, given, right
 
+    notes: Sequence[str] = ()
+
     def record(self, into: RowSink, options: RunOptions) -> tuple[TorchRecorder, list[Any]]:
         """The recorder that has written all forwards, and what the first of them gave, as many as ``options`` observe."""
         recorder, logits = TorchRecorder(into), list[Any]()

@@ -13,7 +13,7 @@ from detdiff.engines.tasks import Pooling, scores
 from detdiff.trace import Generated, combine_entries, format_ranges
 
 from .rows import Int64, RowRecorder, UInt64, windowed
-from .taps import AttentionCall
+from .taps import KeysShown
 
 _SCORED_IN = {"torch.bfloat16": "BF16", "torch.float16": "F16", "torch.float32": "F32"}
 
@@ -118,7 +118,7 @@ class TorchRecorder(RowRecorder):
         cache = self._cache(name)
         cache.before = keys, values
 
-    def attended(self, name: str, keys: Any, values: Any, call: AttentionCall) -> None:
+    def attended(self, name: str, keys: Any, values: Any, call: KeysShown) -> None:
         """The keys and values that an attention module reads, [requests, heads, columns, size]."""
         if self._map.encoder:
             self._seen_rows = self._own_rows(keys, values)

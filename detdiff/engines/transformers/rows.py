@@ -24,7 +24,7 @@ _PLAIN = {
     "torch.float32": "F32",
     "torch.float64": "F64",
     "torch.int64": "I64",
-    "torch.int32": "I32",
+    "torch.int32": "I64",
 }
 
 
@@ -202,6 +202,9 @@ class RowRecorder(ABC):
     def _numpy(self, tensor: Any) -> tuple[NDArray[Any], str]:
         dtype = str(tensor.dtype)
         tensor = tensor.detach().cpu().contiguous()
+        if dtype == "torch.int32":
+            # Token ids are the same whatever integers they come in.
+            return tensor.numpy().astype(np.int64), "I64"
         if dtype in _BITS:
             bits, storage, name = _BITS[dtype]
             return tensor.view(getattr(self._torch, bits)).numpy().view(storage), name

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from .sites import call_names, first_tensor, output_tensor, replaced
 
 
-class AttentionCall(NamedTuple):
+class KeysShown(NamedTuple):
     """What goes with the keys and values of a call: whether they came through a cache, the mask [requests or 1, 1, rows, keys] of those that
     each row sees (None: all before it), and how many of the newest it sees at most."""
 
@@ -21,7 +21,7 @@ class AttentionCall(NamedTuple):
 
 
 Observe = Callable[[str, Any, Any], None]  # site, given, made
-Attended = Callable[[str, Any, Any, AttentionCall], None]  # attention module, keys, values
+Attended = Callable[[str, Any, Any, KeysShown], None]  # attention module, keys, values
 Attention = Callable[..., Any]
 
 
@@ -74,7 +74,7 @@ def tapped(
                 and all(isinstance(each, torch.Tensor) and each.ndim == 4 for each in (query, key, value))
             ):
                 window = kwargs.get("sliding_window")
-                attended(name, key, value, AttentionCall(name in cached, mask, window))
+                attended(name, key, value, KeysShown(name in cached, mask, window))
                 observe(call_names(f"{name}.attention", seen), query, made)
             return output
 
@@ -164,27 +164,35 @@ def implementations(model: Any) -> list[str]:
 
 @contextlib.contextmanager
 def pinned(torch: Any, model: Any) -> Iterator[None]:
-    """Every linear layer and expert computes row by row, and attention row by row over the keys that it sees, whatever the batch:
-    one kernel path for every number of rows."""
+    """Every linear layer, expert and activation computes row by row, and attention row by row over the keys that it sees, whatever the
+    batch: one kernel path for every number of rows."""
 
     def rows(module: Any) -> Any:
         native = module.forward
 
-        def forward(x: Any) -> Any:
+        def forward(x: Any, *args: Any, **kwargs: Any) -> Any:
             flat = x.reshape(-1, x.shape[-1])
-            made = [native(row[None].contiguous()) for row in flat]
-            return torch.cat(made).reshape(*x.shape[:-1], -1) if made else native(x)
+            made = [native(row[None].contiguous(), *args, **kwargs) for row in flat]
+            return torch.cat(made).reshape(*x.shape[:-1], -1) if made else native(x, *args, **kwargs)
 
         return forward
 
     with contextlib.ExitStack() as stack:
         for module in model.modules():
-            if isinstance(module, torch.nn.Linear) or type(module).__name__ == "Conv1D":
+            linear = isinstance(module, torch.nn.Linear) or type(module).__name__ == "Conv1D"
+            if linear or _elementwise(torch, module):
                 stack.enter_context(replaced(module, "forward", rows(module)))
         for _, module in experts(torch, model):
             stack.enter_context(replaced(module, "forward", row_by_row(torch, module)))
         stack.enter_context(attention_as(model, lambda native: by_keys(torch, native)))
         yield
+
+
+def _elementwise(torch: Any, module: Any) -> bool:
+    """Whether a module is an activation: torch takes another exponential for the last items of a tensor than for whole vectors of them."""
+    held = (*module.children(), *module.parameters(), *module.buffers())
+    home = type(module).__module__
+    return not held and home.startswith(("torch.nn.modules.activation", "transformers.activations"))
 
 
 def by_keys(torch: Any, native: Attention) -> Attention:
