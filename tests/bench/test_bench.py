@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiers import THOROUGH, examples
+from tiers import FULL, THOROUGH, examples
 
 from detdiff.bench import measure as measuring
 from detdiff.bench.counts import Counts, cache_memory, recorded
@@ -107,7 +107,7 @@ INVARIANT = [
 
 
 def test_six_policies_are_counted_as_simulated_and_answer_as_serial_does(engine: Any, tmp_path: Path) -> None:
-    count = 32 if THOROUGH else 4
+    count = 32 if FULL else 10 if THOROUGH else 4
     workload = drawn(count, Lengths.parse("exponential:6"), Lengths.parse("exponential:4"), seed=5)
     asked = [*INVARIANT, "continuous:8 layout=packed kernels=candle-metal"]
     under = with_pins(engine, policies(scenario_of(workload), asked), compositions=1)

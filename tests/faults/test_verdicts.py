@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -22,6 +23,10 @@ DETDIFF_TEST_FULL=1 runs all."""
 @cache
 def explained(number: int, seed: int, controls: tuple[str, ...] = DECIDING) -> tuple[Trial, Verdict]:
     trial = CASES[number].trial(seed)
+    if number == 1 and not FULL:
+        # The path is seen long before a token flips.
+        shorter = (each.with_changes(max_tokens=16) for each in (trial.scenario_a, trial.scenario_b))
+        trial = replace(trial, **dict(zip(("scenario_a", "scenario_b"), shorter, strict=True)))
     with trial.around:
         verdict = explain(
             trial.scenario_a, trial.scenario_b, controls=controls, loaded=trial.loaded, draft=trial.draft
