@@ -354,7 +354,7 @@ def test_an_interrupt_keeps_what_was_recorded(tmp_path: Path, by: signal.Signals
     assert "Interrupted" not in shown.output and "request r0:" in shown.output
 
 
-@pytest.mark.parametrize("by", some_now([signal.SIGINT, signal.SIGTERM], 0))
+@pytest.mark.parametrize("by", some_now([signal.SIGINT, signal.SIGTERM]))
 def test_an_interrupted_comparison_leaves_nothing_unless_it_is_kept(
     tmp_path: Path, by: signal.Signals
 ) -> None:

@@ -51,7 +51,7 @@ def test_injected_faults_are_found_where_they_are(trials: Trials, suite: int) ->
 def test_every_kind_of_site_can_be_the_origin(runs: Runs, layout: str, site: str) -> None:
     of = model("qwen3_moe")
     asked = scenario("continuous", layout, arrivals=(0, 2, 5), lengths=(12, 3, 35), max_tokens=5)
-    base = runs.record(of, asked)
+    base = runs.once(of, asked)
     # The last prompt row: fed in every layout, and one whose logits are used.
     injected_fault = InjectedFault(site, 2, 34, 3)
     other = runs.record(of, asked, RecordOptions(observe=0, faults=(injected_fault,)))

@@ -79,7 +79,7 @@ def test_every_kernel_has_a_statement_and_mutations() -> None:
         assert sum(other == name for other, _, _ in MUTATIONS) >= 2
 
 
-@pytest.mark.parametrize("name", STATEMENTS)
+@pytest.mark.parametrize("name", some_now(STATEMENTS, 0, 3, 4, 8, 10, 13))
 @settings(max_examples=examples(30))
 @given(data=st.data())
 def test_a_kernel_computes_what_its_statement_says(name: str, data: st.DataObject) -> None:
@@ -180,7 +180,7 @@ MUTATIONS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(
-    ("name", "change", "shows"), some_now(MUTATIONS, *first_of_each((name for name, _, _ in MUTATIONS), 2))
+    ("name", "change", "shows"), some_now(MUTATIONS, *first_of_each(name for name, _, _ in MUTATIONS))
 )
 def test_a_statement_of_another_order_is_told_apart(
     name: str, change: dict[str, Any], shows: dict[str, Any]
