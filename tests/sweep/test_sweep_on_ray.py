@@ -18,14 +18,15 @@ from tiers import only_in_full
 from detdiff.commands.sweep import SweepArguments, swept
 from detdiff.errors import RayMissing
 from detdiff.sweep import on_ray as on_ray_module
-from detdiff.sweep.on_ray import packed, unpacked
+from detdiff.sweep.cells import RecordTask
+from detdiff.sweep.on_ray import packed, run_on_worker, unpacked
 
 pytestmark = [pytest.mark.thorough, pytest.mark.filterwarnings("ignore")]
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[str]:
-    """The address of a cluster of one machine with two processors, started once."""
+def machines() -> Iterator[Any]:
+    """A cluster of one machine with two processors, started once."""
     if find_spec("ray") is None:
         pytest.skip("ray is not installed; the extra ray has it")
     from ray.cluster_utils import Cluster
@@ -35,8 +36,14 @@ def cluster() -> Iterator[str]:
         started = Cluster(initialize_head=True, head_node_args=head)
     except Exception as error:
         pytest.skip(f"Ray cannot start a cluster here: {type(error).__name__}: {error}")
-    yield started.address
+    yield started
     started.shutdown()
+
+
+@pytest.fixture(scope="module")
+def cluster(machines: Any) -> str:
+    """Its address."""
+    return str(machines.address)
 
 
 def on_ray(path: Path, folder: Path, address: str, **more: Any) -> Any:
@@ -62,6 +69,42 @@ def test_a_cluster_gives_the_same_bytes_and_a_killed_worker_costs_one_cells_work
     as_on_the_page = f"sweep {path} -o {tmp_path / 'ray'} --ray auto --import sweep_engine"
     ended = command(*as_on_the_page.split())
     assert ended.exit_code == 2, ended.output
+    assert differing(tmp_path / "ray", tmp_path / "processes") == []
+
+
+def test_an_object_that_is_lost_with_its_machine_costs_the_step_that_made_it(
+    tmp_path: Path, machines: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trace that was recorded, and whose machine ends before it was fetched. One of a few kilobytes would come with the answer."""
+    import ray
+
+    second = machines.add_node(num_cpus=1, resources={"second": 1}, object_store_memory=80 << 20)
+    lost: list[str] = []
+
+    class Losing(on_ray_module.RayWorkers):
+        def __init__(self, *told: Any) -> None:
+            super().__init__(*told)
+            self._anywhere = self._remote
+            there = {"second": 0.1}
+            self._remote = ray.remote(max_retries=0, num_returns=2, resources=there)(run_on_worker)
+
+        def finished(self) -> list[tuple[Any, Any]]:
+            ((ended, task),) = self._running.items()
+            if isinstance(task, RecordTask) and not lost:
+                packed = self._packed[f"{task.name}/record"]
+                ray.wait([ended, packed], num_returns=2, fetch_local=False)
+                machines.remove_node(second, allow_graceful=False)
+                lost.append(f"record {task.name}")
+                self._remote = self._anywhere
+            return super().finished()
+
+    monkeypatch.setattr(on_ray_module, "RayWorkers", Losing)
+    path = grid(tmp_path, OFF)
+    path.write_text(path.read_text().replace("[1, 2]", f"[{','.join(['1'] * 20_000)}]"))
+    found, notes = on_ray(path, tmp_path / "ray", machines.address, jobs=1)
+    assert [each.kind for each in found.entries] == ["identical", "different"]
+    assert len(lost) == 1 and notes == [f"run again, since its worker was lost: {lost[0]}"]
+    run(path, tmp_path / "processes", imports=("sweep_engine",))
     assert differing(tmp_path / "ray", tmp_path / "processes") == []
 
 
