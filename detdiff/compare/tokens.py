@@ -356,6 +356,13 @@ def _last_fed_alike(a: Trace, b: Trace, requests: tuple[int, int], flip: int) ->
     return min(apart) - 1 if apart else NO_LIMIT
 
 
+def same_weights(a: Trace, b: Trace) -> bool:
+    """Whether both traces say of which model they are, and it is the same."""
+    keys = "config_sha256", "weights_sha256"
+    told = [[trace.header["model"].get(key) for key in keys] for trace in (a, b)]
+    return told[0] == told[1] and None not in told[0]
+
+
 def _same_model(a: Trace, b: Trace) -> None:
     for key, what in (("config_sha256", "configuration"), ("weights_sha256", "weights")):
         found = a.header["model"].get(key), b.header["model"].get(key)

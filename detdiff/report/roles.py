@@ -20,16 +20,16 @@ def role_words(divergence: Divergence) -> str:
     """The end of a headline on two engines."""
     across = divergence.across_engines
     assert across is not None
-    engines = f"{named(divergence.a.engine)} and {named(divergence.b.engine)}"
+    names = list(dict.fromkeys((named(divergence.a.engine), named(divergence.b.engine))))
+    both = f"{' and '.join(names)} are two engines, whose bits never agree"
+    if len(names) == 1:
+        both = f"two runs of {names[0]} were compared as two engines are, by role"
     if not across.roles:
-        return f"; {engines} are two engines, whose bits never agree, and no values of a role were compared"
+        return f"; {both}, and no values of a role were compared"
     if across.first is None:
-        return f"; {engines} are two engines, whose bits never agree, and no role departs by more than its inputs' growth"
-    first = across.first
-    return (
-        f"; {engines} are two engines, whose bits never agree, and the first role that departs by more than its inputs' growth is "
-        f"{_role(first)}"
-    )
+        return f"; {both}, and no role departs by more than its inputs' growth"
+    first = f"the first role that departs by more than its inputs' growth is {_role(across.first)}"
+    return f"; {both}, and {first}"
 
 
 def _role(found: RoleDifference) -> str:

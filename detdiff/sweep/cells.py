@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from detdiff.commands.sides import Engines, Side, as_given, record_trace
 from detdiff.compare import compare
+from detdiff.compare.tokens import same_weights
 from detdiff.engines.registry import engine_of
 from detdiff.errors import AnswerError, DetdiffError, Failure, NothingComparable, TraceError
 from detdiff.explain import explain
@@ -216,7 +217,8 @@ def _compare(task: CompareTask, folder: SweepFolder, engines: Engines) -> str:
         )
     names = [cell.recording for cell in (pair.a, pair.b)]
     a, b = (Trace.open(folder.trace(name), checked=True) for name in names)
-    models, across = how.across_models, how.across_engines
+    # Cells that are neighbours along another axis are of one model, or one engine, and say more to each other.
+    models, across = how.across_models and not same_weights(a, b), how.across_engines and a.engine != b.engine
     answer: Any = compare(a, b, across_models=models, across_engines=across)
     told: Callable[[Any], dict[str, Any]] = to_json
     if how.verdict == "always" or (how.verdict == "different" and not answer.identical):

@@ -72,6 +72,7 @@ def test_a_cluster_gives_the_same_bytes_and_a_killed_worker_costs_one_cells_work
     assert differing(tmp_path / "ray", tmp_path / "processes") == []
 
 
+@only_in_full("a second machine of a cluster, which ends")
 def test_an_object_that_is_lost_with_its_machine_costs_the_step_that_made_it(
     tmp_path: Path, machines: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
