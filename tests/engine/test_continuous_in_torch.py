@@ -13,7 +13,8 @@ from torch_models import VOCABULARY, tiny_gemma3, tiny_llama, torch_or_skip
 from detdiff import Divergence, Scenario, compare, explain, record
 from detdiff.engines.base import Overrides, RunOptions
 from detdiff.engines.transformers import TransformersEngine
-from detdiff.errors import EngineRefuses
+from detdiff.engines.transformers.continuous import PagesPlan
+from detdiff.errors import EngineFailed, EngineRefuses
 from detdiff.trace import Trace
 
 PINNED = RunOptions(overrides=Overrides(pin_kernels=True), durable=False)
@@ -337,6 +338,7 @@ def test_what_continuous_batching_cannot_be_told_is_said(torch: Any) -> None:
         ),
         ({"lens": True}, "lens cannot be told"),
         ({"temperature": 0.5}, "the temperature of request 'r0' cannot be told"),
+        ({"task": "embed"}, "task is embed and schedule is continuous"),
     ):
         with pytest.raises(EngineRefuses, match=words):
             engine.check(scenario(schedule="continuous", **keys))  # type: ignore[arg-type]
@@ -351,3 +353,42 @@ def test_what_continuous_batching_cannot_be_told_is_said(torch: Any) -> None:
         engine.check(scenario(schedule="continuous"))
     model.config.layer_types = None
     engine.check(scenario(schedule="continuous", row_budget=4, page_tokens=4))
+
+
+def test_a_run_that_transformers_does_not_go_through_with_is_said(
+    torch: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.generation.continuous_batching.cache import PagedAttentionMemoryHandler as Memory
+    from transformers.generation.continuous_batching.continuous_api import (
+        ContinuousBatchProcessor as Processor,
+    )
+
+    model = tiny_llama(torch)
+    asked = scenario().with_changes(**MORE)
+
+    def fails(number: int, error: type[Exception], words: str) -> None:
+        with pytest.raises(error, match=words):
+            record(asked, tmp_path / str(number), engine=model)
+        assert model.config._attn_implementation == "eager"
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Memory, "get_available_memory", lambda self: 0)
+        fails(0, EngineRefuses, "no room for 3 requests at a time and 21 rows a forward .*Ask for fewer")
+    with monkeypatch.context() as patch:
+        patch.setattr(Processor, "prepare_next_batch", lambda self: False)
+        fails(1, EngineFailed, "has no next forward, and 4 requests have not ended")
+    with monkeypatch.context() as patch:
+        # Too few pages: transformers takes a request out and begins it anew.
+        patch.setattr(PagesPlan, "blocks", lambda *_: 6)
+        fails(2, EngineFailed, "began request 'r[0-3]' anew")
+
+
+def test_a_model_that_gives_all_its_logits_is_recorded_alike(torch: Any, tmp_path: Path) -> None:
+    model = tiny_llama(torch)
+    engine = TransformersEngine(model, name="tiny")
+    asked = scenario().with_changes(**MORE, row_budget=5)
+    sliced = record(asked, tmp_path / "a", engine=engine, options=PINNED)
+    model._supports_logits_to_keep = lambda: False
+    whole = record(asked, tmp_path / "b", engine=engine, options=PINNED)
+    found = compare(sliced, whole)
+    assert found.identical and found.compared.rows == sum(LENGTHS) + 4 * 5

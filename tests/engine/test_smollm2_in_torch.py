@@ -1,4 +1,4 @@
-"""SmolLM2 in bfloat16 on the CPU in torch: alone against one padded batch, and with pinned kernels."""
+"""SmolLM2 in bfloat16 on the CPU in torch: alone against one padded batch and against its own continuous batching, and with pinned kernels."""
 
 from __future__ import annotations
 
@@ -48,6 +48,8 @@ def test_smollm2_alone_against_a_padded_batch_of_eight(smollm2_bf16: Path, tmp_p
         found = compare(a, b)
         if pin:
             assert found.identical
+            paged = asked.with_changes(schedule="continuous", active=5, row_budget=16)
+            assert compare(a, record(paged, tmp_path / "paged", engine=engine, options=options)).identical
     if found.identical:
         pytest.skip(
             "this processor's kernels give a row the same bits alone and in a batch of 8 with padding"

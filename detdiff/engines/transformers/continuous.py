@@ -14,7 +14,7 @@ from detdiff.engines import base
 from detdiff.engines.base import OnTimedToken, RunOptions
 from detdiff.engines.schedule import Share, Work, admitted, by_arrival
 from detdiff.errors import EngineFailed, EngineRefuses, words_of
-from detdiff.scenario import Scenario
+from detdiff.scenario import GENERATE, Scenario
 
 from .padded import Given, text_ends
 from .paged_recorder import PagedRecorder
@@ -161,8 +161,9 @@ class ContinuousBatches:
                 waiting.remove(item)
                 processor.scheduler.add_waiting_request(_state(item))
             if not processor.prepare_next_batch():
+                left = sum(not item.finished for item in work)
                 raise EngineFailed(
-                    f"transformers' continuous batching has no next forward, and {len(busy)} requests have not ended; expected one. "
+                    f"transformers' continuous batching has no next forward, and {left} requests have not ended; expected one. "
                     "Ask for static:N, or tell its authors."
                 )
             batch = [
@@ -192,12 +193,22 @@ class ContinuousBatches:
             # The processor seeds torch, which is nobody's business where nothing is drawn.
             stack.enter_context(torch.random.fork_rng(devices=[]))
             stack.callback(_attend_as, model, attention)
-            processor = self._manager()._create_batch_processor()
+            processor = self._processor()
             if pin_kernels:
                 stack.enter_context(pinned(torch, model))
                 runner = processor.model_runner
                 stack.enter_context(replaced(runner, "_sample", _lowest(torch)))
             yield processor
+
+    def _processor(self) -> Any:
+        """Raises EngineRefuses where there is no room for the pages and what goes with them."""
+        try:
+            return self._manager()._create_batch_processor()
+        except MemoryError as error:
+            raise EngineRefuses(
+                f"transformers' continuous batching has no room for {self.plan.requests} requests at a time and {self.plan.rows} rows a forward "
+                f"({words_of(error)}); expected less than this machine has. Ask for fewer (continuous:N, row_budget=N)."
+            ) from error
 
     def _manager(self) -> Any:
         plan, text = self.plan, self.model.config.get_text_config()
@@ -226,6 +237,10 @@ class ContinuousBatches:
 def refuse_paged(model: Any, scenario: Scenario) -> None:
     """Raises EngineRefuses for what continuous batching cannot be told, and for a model that it does not run."""
     cache = scenario.cache
+    if scenario.task != GENERATE:
+        raise EngineRefuses(
+            f"task is {scenario.task} and schedule is continuous, and transformers' continuous batching generates alone. Ask for serial or static:N."
+        )
     if cache.share_prefix:
         raise EngineRefuses(
             "share_prefix is true, and pages that transformers' continuous batching shares between requests are not told apart here; each "

@@ -88,6 +88,7 @@ class TransformersEngine:
     """
 
     name = "transformers"
+    how_pinned = "every linear, expert, activation and attention call made for one row"
     stateless = True
     """Every run makes its caches anew, so that nothing is left of what was served."""
 
