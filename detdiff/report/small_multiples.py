@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from .svg import Canvas, LinearScale, coordinate
@@ -18,7 +18,7 @@ MOST = 240
 """Pictures of a page at most: the table has all comparisons."""
 
 
-def origin_pictures(entries: Sequence[IndexEntry]) -> Iterator[tuple[IndexEntry, Markup]]:
+def origin_pictures(entries: Sequence[IndexEntry]) -> list[tuple[IndexEntry, Markup]]:
     """Each comparison that has an origin, and its picture."""
     from markupsafe import Markup
 
@@ -28,8 +28,7 @@ def origin_pictures(entries: Sequence[IndexEntry]) -> Iterator[tuple[IndexEntry,
     far = max((max(place.position, place.flip or 0) for place in places), default=0)
     across = LinearScale(0, max(1, far), _LEFT + 6, _WIDTH - 8)
     up = LinearScale(-1, last + 1, _FLOOR - 6, 8)
-    for each in shown:
-        yield each, Markup(_picture(each, across, up, last))
+    return [(each, Markup(_picture(each, across, up, last))) for each in shown]
 
 
 def _picture(entry: IndexEntry, across: LinearScale, up: LinearScale, last: int) -> str:

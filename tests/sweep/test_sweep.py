@@ -347,6 +347,8 @@ def test_cells_that_are_one_run_are_inconclusive(tmp_path: Path, monkeypatch: py
     found = run(grid(tmp_path, axes, "along = 'how'"), tmp_path / "out")
     assert [each.kind for each in found.entries] == ["identical", "identical", "inconclusive", "inconclusive"]
     assert found.exit_code == 3 and "are the same run" in found.entries[2].headline
+    # No origin, no picture, and no heading over none.
+    assert "First origins" not in (tmp_path / "out/sweep.html").read_text()
 
 
 def by_two(path: Path, folder: Path) -> list[str]:
