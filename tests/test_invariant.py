@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -16,8 +17,10 @@ from tiny import VOCAB, tiny
 import detdiff
 from detdiff.engines.mlx.model import LoadedModel
 from detdiff.errors import EngineUnusable, KernelsNotPinned, PolicyUnusable
+from detdiff.invariance.arrangements import AttentionHeads, differing_row
 from detdiff.invariance.policies import EACH, SIZES, RowPolicy, cheapest, named
 from detdiff.scenario import KernelPlan
+from detdiff_kernels.rounding import rounded
 
 PROFILES = ("candle-metal", "mlx-metal", "ggml-cuda", "flash-split-kv")
 CASES = [
@@ -212,6 +215,29 @@ def test_rare_outputs_are_seen_or_it_is_said_how_rare(kind: type, rate: int, see
     assert group.rarest * 3 >= 20_000 and (rate < group.rarest) == seen
     rarest = min(each.rarest for each in found.pinned if each.rarest)
     assert f"less than one of {rarest:,} outputs" in str(found)
+
+
+def summed(backwards: bool, q: Any, k: Any, v: Any, seen: Any) -> Any:
+    """Attention in float32, rounded to bfloat16, whose sums over keys run backwards where a call has slots with padding, if they are to."""
+    slots, heads, rows, width = q.shape
+    seen = np.ones((slots, 1, rows, k.shape[2]), bool) if seen is None else seen
+    turned = backwards and not seen[:, :, -1].all()
+    scores = np.einsum("shrw,shkw->shrk", q, k) / np.float32(width**0.5)
+    made = np.zeros((slots, rows, heads, v.shape[3]), np.float32)
+    with np.errstate(all="ignore"):  # a row of padding sees nothing
+        for slot, head, row in np.ndindex(slots, heads, rows):
+            at = np.flatnonzero(seen[slot, 0, row])[:: -1 if turned else 1]
+            if len(at):
+                p = np.exp(scores[slot, head, row, at] - scores[slot, head, row, at].max())
+                terms = p[:, None] / p[::1].sum() * v[slot, head, at]
+                made[slot, row, head] = np.cumsum(terms, axis=0, dtype=np.float32)[-1]
+    return rounded(made, "bfloat16")
+
+
+@pytest.mark.parametrize("backwards", [True, False])
+def test_another_order_of_keys_is_seen_through_bfloat16(backwards: bool) -> None:
+    found = differing_row(partial(summed, backwards), AttentionHeads(2, 2, 8, 8), 0)
+    assert ("is another than alone" in found) == backwards, found
 
 
 class Served:

@@ -1,8 +1,12 @@
-"""Attention in drawn arrangements: in slots with padding on the left, several rows at a time, each row against itself alone."""
+"""Attention in drawn arrangements: in slots with padding on the left, several rows at a time, each row against itself alone.
+
+Sums of a 16 bit type mostly round alike in whatever order. So half of what is drawn cancels: each key is there twice, with opposite values, and what comes
+out is nothing but the roundings of the sums, which are others in another order.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from detdiff_kernels.rounding import Float32
+
+from .sampled import OUTPUTS
 
 Seen = NDArray[np.bool_]
 Bits = NDArray[Any]
@@ -27,6 +33,8 @@ ARRANGED = (
     (2, 2, 1100),
     (1, 1, 530),
 )
+RINGS = ((12, 5), (16, 3), (64, 21), (64, 40), (200, 77), (200, 3))
+"""Keys of a full window, and by how many columns it is turned."""
 
 
 @dataclass(frozen=True)
@@ -48,15 +56,11 @@ each the one of its own column and those before, but for padding; None: all of t
 def differing_row(attend: Attend, heads: AttentionHeads, seed: int) -> str:
     """The first row that is another than alone over the keys that it sees, in words; empty where none is."""
     draw = np.random.default_rng([seed, 2])
-
-    def drawn(slots: int, count: int, length: int, width: int) -> Float32:
-        return draw.standard_normal((slots, count, length, width), dtype=np.float32)
-
     for slots, rows, keys in ARRANGED:
         # Of a prompt in a batch with longer ones, the first columns of queries are padding too.
         padding = [0, *(int(draw.integers(keys)) for _ in range(slots - 1))]
-        q = drawn(slots, heads.queries, rows, heads.width)
-        k, v = drawn(slots, heads.keys, keys, heads.width), drawn(slots, heads.keys, keys, heads.values)
+        q = draw.standard_normal((slots, heads.queries, rows, heads.width), dtype=np.float32)
+        k, v = cancelling(draw, heads, padding, keys)
         at, columns = np.arange(keys - rows, keys)[:, None], np.arange(keys)[None]
         seen = np.stack([(columns <= at) & (columns >= first) for first in padding])[:, None]
         together = attend(q, k, v, seen)
@@ -71,3 +75,36 @@ def differing_row(attend: Attend, heads: AttentionHeads, seed: int) -> str:
                         "padding, is another than alone"
                     )
     return ""
+
+
+def ring_differs(attend: Callable[[int], Attend], heads: AttentionHeads, seed: int) -> str:
+    """The same of full windows whose oldest key lies at another place, as in a ring that others have turned further; ``attend`` is asked for with
+    the keys of the ring."""
+    draw = np.random.default_rng([seed, 4])
+    for keys, turned in RINGS:
+        for slots in (1, max(1, OUTPUTS // (len(RINGS) * heads.queries * heads.values))):
+            q = draw.standard_normal((slots, heads.queries, 1, heads.width), dtype=np.float32)
+            k, v = cancelling(draw, heads, [0] * slots, keys)
+            order = np.roll(np.arange(keys), turned)
+            run = attend(keys)
+            if not np.array_equal(run(q, k, v, None), run(q, k[:, :, order], v[:, :, order], None)):
+                return f"a row over the same {keys} keys in another order, as a ring has them, is another"
+    return ""
+
+
+def cancelling(
+    draw: np.random.Generator, heads: AttentionHeads, padding: Sequence[int], keys: int
+) -> tuple[Float32, Float32]:
+    """Normal keys and values [slots, heads, keys, width], of which those behind the padding are there twice: the second half of the width of
+    their values cancels."""
+    k = draw.standard_normal((len(padding), heads.keys, keys, heads.width), dtype=np.float32)
+    v = draw.standard_normal((len(padding), heads.keys, keys, heads.values), dtype=np.float32)
+    half = heads.values // 2
+    for slot, first in enumerate(padding):
+        columns = first + draw.permutation(keys - first)
+        count = len(columns) // 2
+        one, other = columns[:count], columns[count : 2 * count]
+        k[slot, :, other] = k[slot, :, one]
+        v[slot, :, other, half:] = -v[slot, :, one, half:]
+        v[slot, :, columns[2 * count :], half:] = 0
+    return k, v

@@ -15,14 +15,15 @@ import numpy as np
 from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
-from detdiff.engines.mlx.taps.kernel_plan import NATIVE, CallSite, name_of
+from detdiff.engines.mlx.taps.kernel_plan import NATIVE, CallSite, name_of, weight_of
 from detdiff.engines.mlx.taps.operations import ATTENTION_NAMES, Operations
 from detdiff.engines.mlx.taps.tapping import Untouched, tapped, tapped_calls
 from detdiff.errors import EngineRefuses
-from detdiff.invariance.arrangements import Attend, AttentionHeads, differing_row
+from detdiff.invariance.arrangements import Attend, AttentionHeads, differing_row, ring_differs
 from detdiff.invariance.pinning import KEYS, Pins, SiteGroup, paired_seconds
 from detdiff.invariance.policies import RowPolicy
-from detdiff.probe.operation import ONE_AFTER_THE_OTHER, ProbeTarget
+from detdiff.invariance.sampled import OUTPUTS
+from detdiff.probe.operation import ONE_AFTER_THE_OTHER, ProbeTarget, Weights
 from detdiff.scenario import KernelPlan, PathRule
 from detdiff_kernels.rounding import Float32
 
@@ -151,7 +152,8 @@ class MlxPinning:
         operations = self._operations(path)
         for one in self._attention[group]:
             found = differing_row(_attend(operations, one), one.heads, seed)
-            found = found or (_ring_differs(operations, one, seed) if one.ring else "")
+            if one.ring and not found:
+                found = ring_differs(partial(_in_ring, operations, one), one.heads, seed)
             if found:
                 return found
         return ""
@@ -274,28 +276,19 @@ def _attend(operations: Operations, seen: _SeenAttention, cache: Any = None) -> 
     return attend
 
 
-def _ring_differs(operations: Operations, seen: _SeenAttention, seed: int) -> str:
-    """A full window whose oldest key lies at another place, as in a ring that others have turned further."""
-    draw = np.random.default_rng([seed, 4])
-    heads = seen.heads
+def _in_ring(operations: Operations, seen: _SeenAttention, keys: int) -> Attend:
+    return _attend(operations, seen, RotatingKVCache(keys))
 
-    def drawn(*shape: int) -> Float32:
-        return draw.standard_normal(shape, dtype=np.float32)
 
-    for keys, turned in ((12, 5), (16, 3), (64, 21), (64, 40), (200, 77), (200, 3)):
-        attend = _attend(operations, seen, RotatingKVCache(keys))
-        q = drawn(1, heads.queries, 1, heads.width)
-        k, v = drawn(1, heads.keys, keys, heads.width), drawn(1, heads.keys, keys, heads.values)
-        order = np.roll(np.arange(keys), turned)
-        if not np.array_equal(attend(q, k, v, None), attend(q, k[:, :, order], v[:, :, order], None)):
-            return f"a row over the same {keys} keys in another order, as a ring has them, is another"
-    return ""
+def _weights(held: Float32) -> Weights:
+    return Weights(len(held), lambda first, last: held[first:last].astype(np.float64))
 
 
 def _experts_differ(
     operations: Operations, module: Module, dtype: mx.Dtype, native: Callable[..., Any], seed: int
 ) -> str:
-    """Drawn rows and their experts, together (in row order and sorted by expert) against each row alone."""
+    """Drawn rows and their experts, together (in row order and sorted by expert) against each row alone. The products of every other row
+    with weights of its first expert cancel, as `sampled` has it."""
     draw = np.random.default_rng([seed, 3])
     place = CallSite("switch", "switch", "any")
     count = int(module["weight"].shape[0])
@@ -303,11 +296,16 @@ def _experts_differ(
     if "scales" in module:
         width = width * 32 // int(module.bits)
     each = min(2, count)
-    for rows in (1, 2, 3, 5, 8, 13, 16, 40):
-        x = mx.array(draw.standard_normal((1, rows, 1, 1, width), dtype=np.float32)).astype(dtype)
-        chosen = mx.array(
-            np.stack([draw.permutation(count)[:each] for _ in range(rows)])[None].astype(np.uint32)
-        )
+    weights = [_weights(weight_of(module, expert).floats()) for expert in range(min(count, 2))]
+    for rows in (1, 2, 3, 5, 8, 13, 16, *[40] * -(-OUTPUTS // (40 * each * module["weight"].shape[1]))):
+        drawn = draw.standard_normal((rows, width))
+        picked = np.stack([draw.permutation(count)[:each] for _ in range(rows)]).astype(np.uint32)
+        for row in range(1, rows, 2):
+            first = row // 2 % len(weights)
+            picked[row] = (picked[row] - picked[row, 0] + first) % count
+            drawn[row] = weights[first].cancelling(drawn[row], row)
+        x = mx.array(drawn.astype(np.float32).reshape(1, rows, 1, 1, width)).astype(dtype)
+        chosen = mx.array(picked[None])
 
         def run(x: mx.array, experts: mx.array, in_order: bool) -> mx.array:
             y: mx.array = operations.switch.run(
