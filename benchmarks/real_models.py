@@ -11,6 +11,7 @@ from detdiff.engines.mlx.model import LoadedModel, load
 
 ROOT = Path(__file__).parents[1]
 LAYOUTS = {
+    "f32": ("--dtype", "f32"),
     "bf16": ("--dtype", "bf16"),
     "packed-f32": ("--packed", "--dtype", "f32"),
     "packed-bf16": ("--packed", "--dtype", "bf16"),

@@ -16,6 +16,9 @@ from .policies import RowPolicy
 KEYS = "keys"
 """Attention: each row as a call of its own over the keys that it sees. Elsewhere the words are those of `policies`."""
 
+FEWEST = 5
+PATIENCE = 12.0
+
 SitePolicy = RowPolicy | str
 """Of rows a `RowPolicy`; of attention and experts a path: native, keys, rows, tile:N."""
 Pins = Mapping["SiteGroup", SitePolicy]
@@ -88,7 +91,7 @@ def paired_seconds(
     rounds: int,
 ) -> list[tuple[float, float]]:
     """Seconds of ``native`` as the model is and of ``held`` within ``pinned``, for each round, in changing order after one that
-    warms up."""
+    warms up; of fewer than ``rounds``, but no fewer than `FEWEST`, once they took `PATIENCE` seconds."""
 
     def timed(step: Callable[[], Any]) -> float:
         # Pins that were just put on, or taken off, make one call slow.
@@ -101,8 +104,11 @@ def paired_seconds(
         with pinned():
             return timed(held)
 
-    found = []
+    found: list[tuple[float, float]] = []
+    began = perf_counter()
     for turn in range(-1, rounds):
+        if len(found) >= FEWEST and perf_counter() - began > PATIENCE:
+            break
         if turn % 2:
             one, other = timed(native), within()
         else:

@@ -22,7 +22,7 @@ OUTPUTS = 20_000
 """Ordinary outputs that each two sizes are compared by, at least."""
 _UNSEEN = 3
 """Of n outputs that agree, less than 3 in n differ elsewhere, at 95 %: (1 - 3 / n) ** n is about 0.05."""
-_FEWEST = 8
+_FEWEST = 5
 _CANCELLING = 16
 _LOUD = 8
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 from mlx.nn.layers.base import Module
+from mlx.utils import tree_map
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
 from detdiff.engines.mlx.taps.kernel_plan import NATIVE, CallSite, name_of, weight_of
@@ -197,15 +199,26 @@ class MlxPinning:
     def step_seconds(self, batch: int, rounds: int, pins: Pins) -> Sequence[tuple[float, float]]:
         model, draw = self._loaded.model, np.random.default_rng(0)
         vocabulary = int(self._loaded.identity.get("vocab_size") or 2)
-        prompt = mx.array(draw.integers(0, vocabulary, (batch, _CONTEXT)))
-        caches = [make_prompt_cache(model) for _ in range(2)]
-        for cache in caches:
-            mx.eval(model(prompt, cache=cache), [each.state for each in cache])
+        prompt = mx.array(draw.integers(0, vocabulary, (1, _CONTEXT)))
+        filled = make_prompt_cache(model)
+        mx.eval(model(prompt, cache=filled))
+        tokens = mx.repeat(prompt[:, :1], batch, axis=0)
+
+        def filled_slots() -> list[Any]:
+            """The same prompt in every slot, which no batch of prompts has to be computed for."""
+            caches: list[Any] = copy.deepcopy(filled)
+            for each in caches:
+                each.state = tree_map(
+                    lambda held: mx.repeat(held, batch, axis=0) if isinstance(held, mx.array) else held,
+                    each.state,
+                )
+            mx.eval([each.state for each in caches])
+            return caches
 
         def step(cache: Any) -> None:
-            mx.eval(model(prompt[:, :1], cache=cache))
+            mx.eval(model(tokens, cache=cache))
 
-        first, second = (partial(step, cache) for cache in caches)
+        first, second = (partial(step, filled_slots()) for _ in range(2))
         return paired_seconds(first, second, lambda: self.pinned(pins), rounds)
 
 
