@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
 import tracemalloc
 from dataclasses import replace
@@ -12,12 +14,14 @@ import numpy as np
 import pytest
 
 from detdiff.compare import compare, digests, series
-from detdiff.compare.ladder import align
+from detdiff.compare.ladder import align, scan
 from detdiff.compare.series import DRAWN, OTHERS
+from detdiff.errors import ShardSizeError
 from detdiff.report.build import build
 from detdiff.report.html import LARGEST, html
 from detdiff.trace import Trace, TraceWriter
 from detdiff.trace.contents import TokenIndices
+from detdiff.trace.files import FileReader
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -89,6 +93,32 @@ def test_digests_are_compared_row_by_row_whatever_lies_together(
         assert np.array_equal(block.differ, expected)
         seen += int(expected.any(axis=1).sum())
     assert 0 < seen < len(places) and aligned.pairs.after_flip_a > 0
+
+
+def test_a_shard_that_shrinks_while_it_is_compared_is_named(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    """Its healthy twin is what is drawn of the same pair."""
+    shutil.copytree(pair[1], tmp_path / "b")
+    aligned = align(Trace.open(pair[0]), Trace.open(tmp_path / "b"))
+    last = aligned.runs.b.shards[-1].path
+    assert isinstance(last, Path)
+    os.truncate(last, last.stat().st_size // 2)
+    with pytest.raises(ShardSizeError, match=rf"{last.name} ends at byte"):
+        scan(aligned)
+
+
+def test_files_that_were_read_last_stay_open_and_no_more(tmp_path: Path) -> None:
+    paths = [tmp_path / str(n) for n in range(5)]
+    for n, path in enumerate(paths):
+        path.write_bytes(bytes([n]) * 16)
+    reader, out = FileReader(kept=2), np.zeros(4, np.uint8)
+    for n in (0, 1, 0, 2, 3, 4, 1, 1, 0):
+        reader.fill(paths[n], 3, out)
+        assert out.tolist() == [n] * 4 and len(reader._files) <= 2
+    reader.close()
+    assert not reader._files
+    reader.fill(paths[2], 0, out)
+    assert out.tolist() == [2] * 4
+    reader.close()
 
 
 def test_memory_of_recording_does_not_grow_with_tokens() -> None:

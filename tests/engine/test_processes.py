@@ -40,7 +40,8 @@ from detdiff.trace import Trace, digest_rows
 
 MODELS = some_now(("llama", "llama bfloat16"), 0)
 if FULL:
-    MODELS += ["qwen3", "qwen3 bfloat16", "qwen3_moe", "qwen3_moe bfloat16", "qwen2"]
+    # MLX multiplies by experts on a processor in float32 alone.
+    MODELS += ["qwen3", "qwen3 bfloat16", "qwen3_moe", "qwen2"]
 
 
 @dataclass
