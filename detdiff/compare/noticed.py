@@ -189,6 +189,9 @@ def _whose(event: Event, ids: Sequence[str]) -> tuple[str, str]:
             "the entry of its own later position {}",
             "the entries of later positions {} of their own request",
         )
+    if _numbers(event, "window"):
+        last = f"before the last {event['window']} positions that it may see,"
+        return f"the entry of its own position {{}}, {last}", f"the entries of its own positions {{}}, {last}"
     return (
         "an entry of its own position {} that is not the last one written",
         "entries of own positions {} that are not the last ones written",

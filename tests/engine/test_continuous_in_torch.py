@@ -300,6 +300,47 @@ def read_otherwise(found: Divergence, what: str, request: str, position: int) ->
         assert (origin.kind, origin.layer) == ("cache_read", 1 if what == "cache_changed" else 0)
 
 
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        ("ring", "did not see the entry of its own position 8 in the cache of layer 0"),
+        (
+            "wide",
+            "saw the entry of its own position 5, before the last 4 positions that it may see, in the cache of layer 0",
+        ),
+    ],
+)
+def test_a_window_that_is_read_one_slot_off_is_named(
+    torch: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, words: str
+) -> None:
+    from transformers.generation.continuous_batching.cache_allocators import (
+        SlidingAttentionCacheAllocator as Kind,
+    )
+
+    engine = TransformersEngine(tiny_gemma3(torch), name="tiny")
+    alone = record(scenario(), tmp_path / "a", engine=engine, options=PINNED)
+    one = scenario().with_changes(schedule="continuous", active=1, page_tokens=4)
+    sound = record(one, tmp_path / "b", engine=engine, options=PINNED)
+    native = Kind.get_read_indices
+
+    def wrong(kind: Any, request: str, past: int, rows: int) -> list[int]:
+        return native(kind, request, past - (request == "0" and past == 9), rows)
+
+    def wide(kind: Any, request: str, past: int, rows: int) -> list[int]:
+        cells = native(kind, request, past, rows)
+        if request == "0" and past == 9:
+            cells[0] = native(kind, request, past - 1, rows)[0]
+        return cells
+
+    monkeypatch.setattr(Kind, "get_read_indices", wrong if place == "ring" else wide)
+    faulty = record(one, tmp_path / "c", engine=engine, options=PINNED)
+    found = compare(alone, faulty)
+    assert any(each.request == "r0" and words in each.detail for each in found.bookkeeping), found.bookkeeping
+    origin = found.request("r0").origin
+    assert origin is not None and (origin.kind, origin.layer, origin.position) == ("cache_read", 0, 9)
+    assert compare(alone, sound).identical and not compare(alone, sound).bookkeeping
+
+
 @pytest.mark.parametrize("fault", some_now([shifted_positions, freed_page, swapped_reads], 0))
 def test_a_fault_in_the_paged_path_is_a_bug(
     torch: Any, fault: Callable[[pytest.MonkeyPatch, Any], Found], monkeypatch: pytest.MonkeyPatch

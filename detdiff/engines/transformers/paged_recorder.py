@@ -238,8 +238,10 @@ class PagedRecorder(RowRecorder):
             event: Event = {"layer": layer, "request": request, "position": position}
             for place in wrong.foreign.tolist():
                 of, at = int(handed.request[place]), int(handed.position[place])
+                early = window is not None and of == request and 0 <= at <= position - window
                 self._tell(
-                    kind="cache_foreign", **event, cell=int(handed.cell[place]), at=at, of=of, ended=of in self._ended
+                    kind="cache_foreign",
+                    **({"window": window} if early else {}), **event, cell=int(handed.cell[place]), at=at, of=of, ended=of in self._ended
                 )  # fmt: skip
             if wrong.missing:
                 self._tell(kind="cache_missing", **event, first=wrong.first, entries=wrong.missing)
