@@ -210,7 +210,7 @@ class _SideDigests:
             self._digests = shard, int(table), tensor
         columns = tensor.shape[1]
         if len(self._buffer) < count or self._buffer.shape[1] != columns:
-            self._buffer = np.empty((count, columns), dtype=np.uint64)
+            self._buffer = np.empty((count, columns), dtype="<u8")
         found = self._buffer[:count]
         self.files.fill(shard.path, tensor.offset + int(self.place[row]) * columns * 8, found)
         return found
