@@ -68,8 +68,6 @@ Row = tuple[int, int]  # a request's index in its trace, and a position
 _FEW: Final = 16
 _PART: Final = 1 << 17
 _DEARER: Final = 32  # times what a byte costs that is skimmed, one costs that is parsed
-_EVENTS: Final = b'"events"'
-_RARE: Final = b"v"  # a letter of it that few other words of a line have: looking for one letter takes a twentieth of the time
 
 
 class RunLog:
@@ -120,18 +118,6 @@ class RunLog:
         for number in np.flatnonzero(plan < 0).tolist():
             plan[number] = self._forwards[number]["plan"]
         return plan
-
-    def _eventful(self) -> list[int]:
-        """The forwards in whose lines events stand."""
-        raw, found = self._raw(), []
-        within = _EVENTS.index(_RARE)
-        at = raw.find(_RARE)
-        while at >= 0:
-            if raw.startswith(_EVENTS, at - within):
-                found.append(at)
-            at = raw.find(_RARE, at + 1)
-        numbers = np.unique(self._lines_of(np.array(found, dtype=np.int64)))
-        return [number for number in numbers.tolist() if number >= 0]
 
     def _raw(self) -> bytes:
         return self._forwards.raw()
@@ -231,7 +217,7 @@ class RunLog:
     def noticed(self) -> tuple[Noticed, ...]:
         """What the recorder noticed of offsets and caches, in execution order."""
         found: list[Noticed] = []
-        for number in self._eventful():
+        for number in self._forwards.eventful():
             line = self._forwards[number]
             model = str(line.get("model", "target"))
             found += [Noticed(number, model, event) for event in line["events"]]

@@ -32,6 +32,8 @@ from detdiff.trace.store import Address, Place, names_in
 
 _MAX_INT32 = (1 << 31) - 1
 _PART = 1 << 19  # bytes
+_EVENTS = b'"events"'
+_RARE = b"v"  # a letter of it that few other words of a line have: looking for one letter takes a twentieth of the time
 MODELS = ("target", "draft")
 """The models of a trace; an event or forward that names none is of the first."""
 
@@ -289,6 +291,7 @@ class Lines:
                 f"{path} ends in the middle of a line; expected a line end, for the trace is complete. Copy "
                 "or record the trace again."
             )
+        self.eventful = self._with_events(raw)
         # The first letter after {" tells plans, forwards and events apart without parsing the line.
         self.initials = np.full(len(self), 0, np.uint8)
         at = self.starts[:-1] + 2
@@ -296,6 +299,17 @@ class Lines:
 
     def __len__(self) -> int:
         return len(self.starts) - 1
+
+    def _with_events(self, raw: bytes) -> list[int]:
+        """The lines that have the word "events" as a key, found while the log is in memory."""
+        found, within = [], _EVENTS.index(_RARE)
+        at = raw.find(_RARE)
+        while at >= 0:
+            if raw.startswith(_EVENTS, at - within):
+                found.append(at)
+            at = raw.find(_RARE, at + 1)
+        lines: list[int] = np.unique(np.searchsorted(self.starts, found, side="right") - 1).tolist()
+        return [line for line in lines if line < len(self)]
 
     def raw(self) -> bytes:
         """All bytes of the log; raises TraceReadError."""
@@ -348,6 +362,13 @@ class Forwards(Sequence[dict[str, Any]]):
     def raw(self) -> bytes:
         """All bytes of the log, in which ``spans`` finds the forwards; raises TraceReadError."""
         return self._lines.raw()
+
+    def eventful(self) -> list[int]:
+        """The forwards in whose lines events stand."""
+        places = np.searchsorted(self._places, self._lines.eventful)
+        known = np.append(self._places, -1)[places] == self._lines.eventful
+        found: list[int] = places[known].tolist()
+        return found
 
     def spans(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Where the line of each forward begins in the file and where it ends, int64 [forwards] in bytes."""
