@@ -45,7 +45,11 @@ def pytest_configure(config: pytest.Config) -> None:
         f"{MARKER}(model=..., op=..., schedules=..., layouts=..., level=..., ...): check that a model's answers, or a "
         "function's rows, do not depend on the batch; one test for each schedule and layout (detdiff)",
     )
-    if any(config.getoption(f"detdiff_{name}") is not None for name in ("schedules", "level", "report_dir")):
+    given = any(
+        config.getoption(f"detdiff_{name}") is not None for name in ("schedules", "level", "report_dir")
+    )
+    # An address in an ini file would be told as an error of each test.
+    if given or ":/" in (config.getini("detdiff_report_dir") or ""):
         _refuse_wrong(config)
 
 

@@ -128,6 +128,14 @@ def test_a_wrong_option_is_said_before_any_test(run: Run, option: str, words: st
     assert words in " ".join(result.stderr.str().split())
 
 
+def test_an_address_in_an_ini_file_is_said_before_any_test(pytester: pytest.Pytester, run: Run) -> None:
+    pytester.makeini("[pytest]\ndetdiff_report_dir = s3://bucket/failed\n")
+    result = run("def test_it(): pass\n")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert "s3://bucket/failed is an address" in " ".join(result.stderr.str().split())
+    assert not [path for path in pytester.path.iterdir() if path.name.startswith("s3")]
+
+
 def test_a_test_whose_body_fails_is_not_checked_and_not_passed(run: Run) -> None:
     result = run("import pytest\n@pytest.mark.batch_invariant(model='builtin')\ndef test_it(): assert 0\n")
     result.assert_outcomes(failed=4)
