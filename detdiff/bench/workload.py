@@ -17,7 +17,6 @@ import numpy as np
 from detdiff.errors import WorkloadUnusable
 
 AT_ONCE: Final = "at-once"
-DISTRIBUTIONS: Final = ("fixed", "uniform", "exponential")
 _LENGTHS = re.compile(r"(fixed|uniform|exponential):(\d+)(?:-(\d+))?")
 _ARRIVALS = re.compile(r"(poisson|gamma):(\d+(?:\.\d+)?)(?::(\d+(?:\.\d+)?))?")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Final
 
 from .controls.choices import ChoiceFigures
 from .controls.finite import FiniteFigures
@@ -14,9 +13,6 @@ from .controls.pin_kernels import PinKernelsFigures
 from .controls.repeat import RepeatFigures
 from .controls.roles import RolesFigures
 from .facts import Facts, rows_seen, seen, where_not_finite
-
-PROBED: Final = frozenset({"mlx", "transformers"})
-"""Engines whose operations ``detdiff probe`` runs."""
 
 
 def say_nothing(facts: Facts) -> str:
