@@ -161,13 +161,11 @@ def padded_batches(scenario: Scenario, work: Sequence[Work]) -> list[ForwardShap
     return found
 
 
-MOST_ROWS: Final = 8192
-"""Rows of a forward at most where transformers is told of no other limit (PagedAttentionMemoryHandler, 5.24)."""
-
-
 def first_come(scenario: Scenario, work: Sequence[Work]) -> Iterator[ForwardShape]:
     """The forwards of transformers' continuous batching by its FIFOScheduler (5.24): requests that decode first, in the order in which they began,
     then prompts that were begun, then new ones, each with as many rows as are left; a forward has no more requests than may run at a time."""
+    from detdiff.engines.transformers.continuous import MOST_ROWS
+
     schedule, arriving = scenario.schedule, replace(scenario.schedule, active=None)
     most = schedule.row_budget or MOST_ROWS
     at_once = min(schedule.active or len(work), most)
