@@ -424,6 +424,22 @@ def test_a_run_that_transformers_does_not_go_through_with_is_said(
         fails(2, EngineFailed, "began request 'r[0-3]' anew")
 
 
+def test_texts_end_where_the_model_ends_them_and_leave_their_place(torch: Any, tmp_path: Path) -> None:
+    model = tiny_llama(torch)
+    engine = TransformersEngine(model, name="tiny")
+    whole = record(scenario(), tmp_path / "whole", engine=engine, options=PINNED).generated()
+    model.generation_config.eos_token_id = [int(whole.token[1]), 1]
+    a = record(scenario(), tmp_path / "a", engine=engine, options=PINNED)
+    b = record(
+        scenario().with_changes(**{**MORE, "active": 1}), tmp_path / "b", engine=engine, options=PINNED
+    )
+    assert compare(a, b).identical
+    cut = b.generated()
+    assert cut.token[cut.request == 0].tolist() == whole.token[:2].tolist()
+    # The next request begins right after.
+    assert [{row["request"] for row in line["rows"]} for line in b.forwards()][1:3] == [{0}, {1}]
+
+
 def test_a_model_that_gives_all_its_logits_is_recorded_alike(torch: Any, tmp_path: Path) -> None:
     model = tiny_llama(torch)
     engine = TransformersEngine(model, name="tiny")
