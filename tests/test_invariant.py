@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,6 +16,7 @@ from tiny import VOCAB, tiny
 import detdiff
 from detdiff.engines.mlx.model import LoadedModel
 from detdiff.errors import EngineUnusable, KernelsNotPinned, PolicyUnusable
+from detdiff.invariance import sampled
 from detdiff.invariance.arrangements import AttentionHeads, differing_row
 from detdiff.invariance.policies import EACH, SIZES, RowPolicy, cheapest, named
 from detdiff.scenario import KernelPlan
@@ -120,6 +120,12 @@ def test_native_mlx_is_priced_and_printed(arch: str) -> None:
     assert "price of a decode step at batch 4" in text and "2 random compositions" in text
 
 
+@pytest.fixture
+def few_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tenth of what is tried at each shape: for tests of what comes after it."""
+    monkeypatch.setattr(sampled, "OUTPUTS", sampled.OUTPUTS // 10)
+
+
 class Mixing(nn.RMSNorm):
     """A norm over all rows of a call."""
 
@@ -150,6 +156,7 @@ def with_norm(kind: type) -> LoadedModel:
     return replace(loaded, staged={}, apart=set())
 
 
+@pytest.mark.usefixtures("few_outputs")
 @pytest.mark.parametrize("kind", [Mixing, OddRows, ThirdRow])
 def test_what_no_policy_reaches_is_found_and_named(kind: type) -> None:
     with pytest.raises(KernelsNotPinned) as refused:
@@ -171,6 +178,7 @@ class OddLinear(nn.Linear):
         return mx.where(moved, flat * (1 + 2**-20), flat).reshape(y.shape) if rows < 5 else y
 
 
+@pytest.mark.usefixtures("few_outputs")
 def test_a_kernel_with_odd_numbers_of_rows_is_gone_around() -> None:
     """The same kind of fault where a policy reaches it: the sizes that agree leave 3, 4 and 13 out."""
     loaded = tiny("llama", seed=8)
@@ -264,23 +272,18 @@ def moved(y: mx.array, wrong: bool) -> mx.array:
     return y * (1 + 2**-20) if wrong else y
 
 
-@pytest.mark.parametrize(
-    ("where", "reached"),
-    some_now(itertools.product(("linear", "attention", "switch"), (True, False)), 3),
-)
-def test_a_planted_composition_is_gone_around_or_found(
-    where: str, reached: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Reached: the fault depends on the layer's own call, which a policy changes; else on who is served, which none does."""
+PLACES = {
+    "linear": "layers.1.self_attn.o_proj",
+    "attention": "layers.0.self_attn.attention",
+    "switch": "layers.1.mlp.switch_mlp.down_proj",
+}
+
+
+def plant(where: str, loaded: LoadedModel, reached: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fault that depends on the layer's own call, which a policy changes (``reached``), in all layers, as a kernel's is; else one
+    on who is served, which none does."""
     from mlx_lm.models import qwen3_moe
 
-    loaded = planted("qwen3_moe", monkeypatch)
-    layer = loaded.model.layers[1]
-    site = {
-        "linear": "layers.1.self_attn.o_proj",
-        "attention": "layers.0.self_attn.attention",
-        "switch": "layers.1.mlp.switch_mlp.down_proj",
-    }[where]
     if where == "attention":
         attend = qwen3_moe.scaled_dot_product_attention
 
@@ -288,28 +291,41 @@ def test_a_planted_composition_is_gone_around_or_found(
             return moved(attend(queries, *args, **kw), (queries.shape[0] if reached else Served.slots) > 1)
 
         monkeypatch.setattr(qwen3_moe, "scaled_dot_product_attention", wrong)
-    else:
-        module = layer.self_attn.o_proj if where == "linear" else layer.mlp.switch_mlp.down_proj
-        kind = type(module)
-
-        def call(self: Any, x: mx.array, *args: Any, **kw: Any) -> mx.array:
-            rows = x.size // x.shape[-1]
-            return moved(kind.__call__(self, x, *args, **kw), rows > 8 if reached else Served.slots > 1)
-
-        other = type(kind.__name__, (kind,), {"__call__": call})
-        # A kernel is that of all layers, whom a batch has is one layer's fault.
-        for each in loaded.model.modules() if reached else [module]:
-            if type(each) is kind:
-                each.__class__ = other
-    if reached:
-        found = held(loaded, compositions=4)
-        paths = {str(each.policy) for each in found.pinned if each.group.kind == where}
-        assert paths - {"native"}, paths
         return
-    with pytest.raises(KernelsNotPinned, match=f"in composition .* first at site {site}, request r"):
+    module = dict(loaded.model.named_modules())[f"model.{PLACES[where]}"]
+    kind = type(module)
+
+    def call(self: Any, x: mx.array, *args: Any, **kw: Any) -> mx.array:
+        rows = x.size // x.shape[-1]
+        return moved(kind.__call__(self, x, *args, **kw), rows > 8 if reached else Served.slots > 1)
+
+    other = type(kind.__name__, (kind,), {"__call__": call})
+    for each in loaded.model.modules() if reached else [module]:
+        if type(each) is kind:
+            each.__class__ = other
+
+
+@pytest.mark.usefixtures("few_outputs")
+@pytest.mark.thorough
+def test_planted_kernels_are_gone_around(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = planted("qwen3_moe", monkeypatch)
+    for where in PLACES:
+        plant(where, loaded, True, monkeypatch)
+    found = held(loaded, compositions=4)
+    for where in PLACES:
+        assert {str(each.policy) for each in found.pinned if each.group.kind == where} - {"native"}, where
+
+
+@pytest.mark.usefixtures("few_outputs")
+@pytest.mark.parametrize("where", some_now(PLACES, 1))
+def test_a_planted_composition_is_found(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = planted("qwen3_moe", monkeypatch)
+    plant(where, loaded, False, monkeypatch)
+    with pytest.raises(KernelsNotPinned, match=f"in composition .* first at site {PLACES[where]}, request r"):
         held(loaded, compositions=8)
 
 
+@pytest.mark.usefixtures("few_outputs")
 def test_everything_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
     from mlx_lm.models import llama
 

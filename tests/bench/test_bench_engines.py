@@ -109,6 +109,7 @@ def test_transformers_continuous_batches_are_simulated_with_arrivals(tmp_path: P
         assert found == [(each.rows, each.shape) for each in recorded(trace)]
 
 
+@pytest.mark.thorough
 def test_pinned_kernels_answer_as_serial_does_in_transformers_and_others_do_not() -> None:
     torch = torch_or_skip()
     from detdiff.engines.transformers import TransformersEngine

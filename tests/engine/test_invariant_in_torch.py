@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch_models import tiny_llama, tiny_moe, torch_or_skip
 
 import detdiff
 from detdiff.errors import EngineRefuses, KernelsNotPinned
+from detdiff.invariance import sampled
 from detdiff.invariance.compositions import check
 
 COMPOSITIONS = 200 if FULL else 6
@@ -64,22 +65,20 @@ def test_experts_in_bfloat16() -> None:
             check(TransformersEngine(model), 6, 0)
 
 
-@pytest.mark.parametrize(
-    ("where", "reached"),
-    some_now(itertools.product(("linear", "attention", "switch"), (True, False)), 5),
-)
-def test_a_planted_composition_is_gone_around_or_found(where: str, reached: bool) -> None:
-    """Reached: the fault depends on the layer's own call, which a policy changes; else on who is served, which none does."""
-    torch = torch_or_skip()
+PLACES = {"linear": "self_attn.o_proj", "attention": "self_attn.attention", "switch": "mlp.experts"}
+
+
+@contextmanager
+def planted(torch: Any, *places: str, reached: bool) -> Iterator[Any]:
+    """A model with a fault that depends on the layer's own call, which a policy changes (``reached``), in all layers, as a kernel's is; else on
+    who is served, which none does, in one layer."""
     from detdiff.engines.transformers.taps import attention_as
 
     model = attending(torch, "sdpa", "float32", tiny_moe)
-    slots = [1]
+    slots, layer = [1], model.model.layers[1]
     model.register_forward_pre_hook(
         lambda module, args, kwargs: slots.__setitem__(0, len(kwargs["input_ids"])), with_kwargs=True
     )
-    site = {"linear": "self_attn.o_proj", "attention": "self_attn.attention", "switch": "mlp.experts"}[where]
-    layer = model.model.layers[1]
 
     def moved(made: Any, own: bool) -> Any:
         return made * (1 + 2**-20) if (own if reached else slots[0] > 1) else made
@@ -87,37 +86,47 @@ def test_a_planted_composition_is_gone_around_or_found(where: str, reached: bool
     def call_moved(native: Any, x: Any, *args: Any) -> Any:
         return moved(native(x, *args), x.numel() // x.shape[-1] > 8)
 
+    def change(native: Any) -> Any:
+        def call(module: Any, query: Any, *args: Any, **kwargs: Any) -> Any:
+            made, weights = native(module, query, *args, **kwargs)
+            return (moved(made, len(query) > 1) if reached or module is layer.self_attn else made), weights
+
+        return call
+
     with ExitStack() as stack:
-        if where == "attention":
-
-            def change(native: Any) -> Any:
-                def call(module: Any, query: Any, *args: Any, **kwargs: Any) -> Any:
-                    made, weights = native(module, query, *args, **kwargs)
-                    wrong = module is layer.self_attn and (len(query) > 1 or not reached)
-                    return (moved(made, True) if wrong else made), weights
-
-                return call
-
-            stack.enter_context(attention_as(model, change))
-        else:
+        for where in places:
+            if where == "attention":
+                stack.enter_context(attention_as(model, change))
+                continue
             module = layer.self_attn.o_proj if where == "linear" else layer.mlp.experts
-            # A kernel is that of all layers, whom a batch has is one layer's fault.
             for each in model.modules() if reached else [module]:
                 if type(each) is type(module):
                     each.forward = partial(call_moved, each.forward)
-        if reached:
-            with detdiff.invariant(model, price=(), compositions=4) as found:
-                paths = {str(each.policy) for each in found.pinned if each.group.kind == where}
-            assert paths - {"native"}, paths
-            return
-        with (
-            pytest.raises(
-                KernelsNotPinned,
-                match=rf"in composition .* first at site model\.layers\.1\.{site}, request r",
-            ),
-            detdiff.invariant(model, price=(), compositions=8),
-        ):
-            pass
+        yield model
+
+
+@pytest.mark.thorough
+def test_planted_kernels_are_gone_around(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = torch_or_skip()
+    monkeypatch.setattr(sampled, "OUTPUTS", 2_000)
+    with planted(torch, *PLACES, reached=True) as model:
+        with detdiff.invariant(model, price=(), compositions=4) as found:
+            pinned = found.pinned
+    for where in PLACES:
+        assert {str(each.policy) for each in pinned if each.group.kind == where} - {"native"}, where
+
+
+@pytest.mark.parametrize("where", some_now(PLACES, 2))
+def test_a_planted_composition_is_found(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = torch_or_skip()
+    monkeypatch.setattr(sampled, "OUTPUTS", 2_000)
+    site = rf"model\.layers\.1\.{PLACES[where]}"
+    with (
+        planted(torch, where, reached=False) as model,
+        pytest.raises(KernelsNotPinned, match=f"in composition .* first at site {site}, request r"),
+        detdiff.invariant(model, price=(), compositions=8),
+    ):
+        pass
 
 
 def test_a_layer_that_mixes_rows_is_named() -> None:
