@@ -9,6 +9,7 @@ from typing import Final
 
 from . import sentences
 from .control import Control
+from .evidence import evidence_of
 from .facts import Facts
 from .verdict import Evidence, Kind, Verdict
 
@@ -576,7 +577,7 @@ def decide(facts: Facts) -> Verdict:
     """The verdict on what is known, with all evidence, that of the deciding rule marked."""
     rule = deciding(facts)
     controls = tuple(facts.controls.values())
-    evidence = [*facts.evidence(), *_from_controls(controls)]
+    evidence = [*evidence_of(facts), *_from_controls(controls)]
     return Verdict(
         kind=rule.verdict,
         sentence=rule.says(facts),
