@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from . import sentences
+from . import advice, sentences
 from .control import Control
 from .evidence import evidence_of
 from .facts import Facts
@@ -110,7 +110,7 @@ RULES: Final[tuple[VerdictRule, ...]] = (
         lambda facts: facts.result("fresh") == "differs",
         sentences.say_served,
         ("fresh",),
-        sentences.advise_served,
+        advice.advise_served,
         stops=(),
     ),
     VerdictRule(
@@ -120,7 +120,7 @@ RULES: Final[tuple[VerdictRule, ...]] = (
         lambda facts: facts.result("cached") == "differs",
         sentences.say_cached,
         ("cached",),
-        sentences.advise_cached,
+        advice.advise_cached,
         stops=("cached",),
     ),
     VerdictRule(
@@ -130,7 +130,7 @@ RULES: Final[tuple[VerdictRule, ...]] = (
         lambda facts: facts.result("served") == "differs",
         sentences.say_order,
         ("served",),
-        sentences.advise_served,
+        advice.advise_served,
         stops=("served",),
     ),
     VerdictRule(
@@ -140,7 +140,7 @@ RULES: Final[tuple[VerdictRule, ...]] = (
         lambda facts: facts.result("choices") == "otherwise",
         sentences.say_choices,
         ("choices", "chosen"),
-        sentences.advise_choices,
+        advice.advise_choices,
         stops=("choices",),
     ),
     VerdictRule(
@@ -150,7 +150,7 @@ RULES: Final[tuple[VerdictRule, ...]] = (
         lambda facts: facts.result("repeat") == "differs",
         sentences.say_nondeterminism,
         ("repeat",),
-        sentences.advise_nondeterminism,
+        advice.advise_nondeterminism,
         stops=("fresh",),
     ),
     VerdictRule(
@@ -160,7 +160,7 @@ RULES: Final[tuple[VerdictRule, ...]] = (
         lambda facts: facts.result("repeat") == "changed",
         sentences.say_changed,
         ("repeat",),
-        sentences.advise_changed,
+        advice.advise_changed,
         stops=("fresh",),
     ),
     VerdictRule(
@@ -175,7 +175,7 @@ RULES: Final[tuple[VerdictRule, ...]] = (
         lambda facts: bool(facts.contradictions),
         sentences.say_contradiction,
         ("contradiction",),
-        sentences.advise_bug,
+        advice.advise_bug,
         stops=("repeat",),
     ),
     VerdictRule(
@@ -185,7 +185,7 @@ RULES: Final[tuple[VerdictRule, ...]] = (
         lambda facts: facts.result("finite") == "not_finite" or bool(facts.recorded.not_finite),
         sentences.say_not_finite,
         ("not_finite", "finite"),
-        sentences.advise_bug,
+        advice.advise_bug,
         stops=("repeat", "finite"),
     ),
     VerdictRule(
@@ -196,7 +196,7 @@ RULES: Final[tuple[VerdictRule, ...]] = (
         lambda facts: facts.result("ranks") == "outside" and facts.result("repeat") == "equal",
         sentences.say_rank_outside,
         ("ranks", "repeat"),
-        sentences.advise_bug,
+        advice.advise_bug,
         stops=("repeat", "ranks"),
     ),
     VerdictRule(
@@ -207,7 +207,7 @@ RULES: Final[tuple[VerdictRule, ...]] = (
         _role_outside,
         sentences.say_role_outside,
         ("roles", "repeat"),
-        sentences.advise_bug,
+        advice.advise_bug,
         stops=("repeat", "roles"),
     ),
     VerdictRule(
@@ -218,7 +218,7 @@ RULES: Final[tuple[VerdictRule, ...]] = (
         _other_files,
         sentences.say_other_files,
         ("roles", "repeat"),
-        sentences.advise_other_files,
+        advice.advise_other_files,
         stops=("repeat", "roles"),
     ),
     VerdictRule(
@@ -229,7 +229,7 @@ RULES: Final[tuple[VerdictRule, ...]] = (
         _roles_inside,
         sentences.say_roles_inside,
         ("roles", "repeat"),
-        sentences.advise_roles,
+        advice.advise_roles,
         stops=("repeat", "roles"),
     ),
     VerdictRule(
@@ -240,7 +240,7 @@ RULES: Final[tuple[VerdictRule, ...]] = (
         lambda facts: facts.result("adapters") == "outside" and facts.result("repeat") == "equal",
         sentences.say_adapter_outside,
         ("adapters", "repeat"),
-        sentences.advise_bug,
+        advice.advise_bug,
         stops=("repeat", "adapters"),
     ),
     VerdictRule(
@@ -250,7 +250,7 @@ RULES: Final[tuple[VerdictRule, ...]] = (
         lambda facts: facts.result("adapters") == "without" and facts.result("repeat") == "equal",
         sentences.say_adapter_without,
         ("adapters", "repeat"),
-        sentences.advise_configuration,
+        advice.advise_configuration,
         stops=("repeat", "adapters"),
     ),
     VerdictRule(
@@ -265,7 +265,7 @@ RULES: Final[tuple[VerdictRule, ...]] = (
         ),
         sentences.say_adapter_inside,
         ("adapters", "repeat"),
-        sentences.advise_adapter,
+        advice.advise_adapter,
         stops=("repeat", "adapters"),
     ),
     VerdictRule(
@@ -284,7 +284,7 @@ RULES: Final[tuple[VerdictRule, ...]] = (
         _observed,
         sentences.say_observed,
         ("observed", "repeat"),
-        sentences.advise_observed,
+        advice.advise_observed,
         stops=("repeat",),
     ),
     VerdictRule(
@@ -294,7 +294,7 @@ RULES: Final[tuple[VerdictRule, ...]] = (
         lambda facts: _incomplete(facts) and facts.asked_alone,
         sentences.say_asked_alone,
         ("settings", "compared"),
-        sentences.advise_configuration,
+        advice.advise_configuration,
         stops=(),
     ),
     VerdictRule(
@@ -323,7 +323,7 @@ RULES: Final[tuple[VerdictRule, ...]] = (
         lambda facts: facts.result("quantised_attention") == "outside" and facts.result("repeat") == "equal",
         sentences.say_quantised_attention,
         ("quantised_attention", "repeat"),
-        sentences.advise_bug,
+        advice.advise_bug,
         stops=("repeat", "quantised_attention"),
     ),
     VerdictRule(
@@ -337,7 +337,7 @@ RULES: Final[tuple[VerdictRule, ...]] = (
         ),
         sentences.say_asked_otherwise,
         ("settings",),
-        sentences.advise_configuration,
+        advice.advise_configuration,
         stops=("repeat", "quantised_attention"),
     ),
     VerdictRule(
@@ -352,7 +352,7 @@ RULES: Final[tuple[VerdictRule, ...]] = (
         ),
         sentences.say_shared_state,
         ("choices", "chosen", "repeat"),
-        sentences.advise_shared_state,
+        advice.advise_shared_state,
         stops=("repeat",),
     ),
     VerdictRule(
@@ -367,7 +367,7 @@ RULES: Final[tuple[VerdictRule, ...]] = (
         ),
         sentences.say_uncached,
         ("choices", "chosen", "repeat"),
-        sentences.advise_uncached,
+        advice.advise_uncached,
         stops=("repeat",),
     ),
     VerdictRule(
@@ -395,7 +395,7 @@ RULES: Final[tuple[VerdictRule, ...]] = (
         _quantised_apart,
         sentences.say_quantised_apart,
         ("quantised", "configuration", "repeat"),
-        sentences.advise_configuration,
+        advice.advise_configuration,
         stops=("repeat", "quantised_attention", "configuration"),
     ),
     VerdictRule(
@@ -410,7 +410,7 @@ RULES: Final[tuple[VerdictRule, ...]] = (
         ),
         sentences.say_cache_size,
         ("cache_size", "origin", "repeat"),
-        sentences.advise_configuration,
+        advice.advise_configuration,
         stops=("repeat", "cache_size"),
     ),
     VerdictRule(
@@ -421,7 +421,7 @@ RULES: Final[tuple[VerdictRule, ...]] = (
         lambda facts: facts.result("fresh") == "kept" and facts.result("repeat") == "equal",
         sentences.say_kept,
         ("fresh", "repeat"),
-        sentences.advise_bug,
+        advice.advise_bug,
         stops=("repeat", "fresh"),
     ),
     VerdictRule(
@@ -435,7 +435,7 @@ RULES: Final[tuple[VerdictRule, ...]] = (
         ),
         sentences.say_leak,
         ("neighbour_content", "repeat"),
-        sentences.advise_bug,
+        advice.advise_bug,
     ),
     VerdictRule(
         "padding",
@@ -444,7 +444,7 @@ RULES: Final[tuple[VerdictRule, ...]] = (
         lambda facts: facts.result("padding") == "differs" and facts.result("repeat") == "equal",
         sentences.say_padding,
         ("padding", "repeat"),
-        sentences.advise_bug,
+        advice.advise_bug,
         stops=("padding",),
     ),
     VerdictRule(
@@ -454,7 +454,7 @@ RULES: Final[tuple[VerdictRule, ...]] = (
         lambda facts: facts.result("answers") == "another" and facts.result("repeat") == "equal",
         sentences.say_another,
         ("answers", "repeat"),
-        sentences.advise_bug,
+        advice.advise_bug,
         stops=("answers",),
     ),
     VerdictRule(
@@ -465,7 +465,7 @@ RULES: Final[tuple[VerdictRule, ...]] = (
         lambda facts: facts.result("other_neighbours") == "differs" and facts.result("repeat") == "equal",
         sentences.say_content,
         ("other_neighbours", "repeat"),
-        sentences.advise_bug,
+        advice.advise_bug,
         stops=("other_neighbours",),
     ),
     VerdictRule(
@@ -475,7 +475,7 @@ RULES: Final[tuple[VerdictRule, ...]] = (
         lambda facts: facts.result("unset") == "dropped" and facts.result("repeat") == "equal",
         sentences.say_dropped,
         ("unset", "repeat"),
-        sentences.advise_bug,
+        advice.advise_bug,
         stops=("unset",),
     ),
     VerdictRule(
@@ -488,7 +488,7 @@ RULES: Final[tuple[VerdictRule, ...]] = (
         ),
         sentences.say_read_otherwise,
         ("origin", "repeat"),
-        sentences.advise_bug,
+        advice.advise_bug,
     ),
     VerdictRule(
         "outside",
@@ -498,7 +498,7 @@ RULES: Final[tuple[VerdictRule, ...]] = (
         _outside,
         sentences.say_outside,
         ("origin", "oracle", "repeat"),
-        sentences.advise_bug,
+        advice.advise_bug,
     ),
     VerdictRule(
         "ranks",
@@ -512,7 +512,7 @@ RULES: Final[tuple[VerdictRule, ...]] = (
         ),
         sentences.say_ranks_inside,
         ("origin", "ranks", "oracle", "repeat"),
-        sentences.advise_ranks,
+        advice.advise_ranks,
         stops=("repeat", "ranks", "oracle"),
     ),
     VerdictRule(
@@ -523,7 +523,7 @@ RULES: Final[tuple[VerdictRule, ...]] = (
         _precision,
         sentences.say_precision,
         ("origin", "pin_kernels", "place", "oracle", "repeat"),
-        sentences.advise_precision,
+        advice.advise_precision,
     ),
     VerdictRule(
         "worse-path",
@@ -533,7 +533,7 @@ RULES: Final[tuple[VerdictRule, ...]] = (
         _worse,
         sentences.say_worse,
         ("origin", "pin_kernels", "place", "oracle", "repeat"),
-        sentences.advise_worse,
+        advice.advise_worse,
     ),
     VerdictRule(
         "path",
@@ -543,7 +543,7 @@ RULES: Final[tuple[VerdictRule, ...]] = (
         _path,
         sentences.say_path,
         ("origin", "pin_kernels", "place", "oracle", "repeat"),
-        sentences.advise_path,
+        advice.advise_path,
     ),
     VerdictRule(
         "outside-only",
@@ -552,7 +552,7 @@ RULES: Final[tuple[VerdictRule, ...]] = (
         lambda facts: facts.outside,
         sentences.say_outside_only,
         (),
-        sentences.advise_outside_only,
+        advice.advise_outside_only,
     ),
     VerdictRule(
         "undetermined",

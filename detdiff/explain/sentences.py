@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from .controls.choices import ChoiceFigures
 from .controls.finite import FiniteFigures
-from .controls.invariant import InvariantFigures
 from .controls.neighbours import NeighbourFigures
 from .controls.oracle import OracleFigures
 from .controls.pin_kernels import PinKernelsFigures
@@ -19,7 +17,7 @@ def say_nothing(facts: Facts) -> str:
     return f"Nothing can be said: nothing could be compared. {facts.why}"
 
 
-def _oracle(facts: Facts) -> OracleFigures:
+def oracle_figures(facts: Facts) -> OracleFigures:
     found = facts.oracle
     assert found is not None
     return found
@@ -32,31 +30,33 @@ def _pattern(facts: Facts) -> str:
 def say_served(facts: Facts) -> str:
     return (
         "It depends on what was served before, and on nothing that the two sides differ in as far as is known. "
-        f"{_said(facts, 'fresh')}"
+        f"{control_said(facts, 'fresh')}"
     )
 
 
 def say_kept(facts: Facts) -> str:
-    return f"What a later turn goes on over is not what its conversation gives. {_said(facts, 'fresh')}"
+    return (
+        f"What a later turn goes on over is not what its conversation gives. {control_said(facts, 'fresh')}"
+    )
 
 
 def say_changed(facts: Facts) -> str:
     return (
         "The trace is not repeated, and what was run in its place repeats itself: the code or the machine changed since it was recorded. "
-        f"{_said(facts, 'repeat')}"
+        f"{control_said(facts, 'repeat')}"
     )
 
 
 def say_observed(facts: Facts) -> str:
     runs = " and ".join(facts.observed)
-    again = _said(facts, "repeat")
+    again = control_said(facts, "repeat")
     return (
         f"Nothing that was compared differs, but recording changed the logits of run{'s' * (len(facts.observed) > 1)} {runs}: its "
         f"first forwards, run again without recording, gave others.{f' {again}' if again else ''}"
     )
 
 
-def _only_together(facts: Facts) -> bool:
+def only_together(facts: Facts) -> bool:
     """Whether what does not repeat are requests that a server is sent together."""
     repeated = facts.figures(RepeatFigures)
     if repeated is None or repeated.side is None or facts.divergence is None or not facts.outside:
@@ -79,14 +79,14 @@ def _looks(facts: Facts) -> str:
 
 
 def say_nondeterminism(facts: Facts) -> str:
-    if _only_together(facts):
+    if only_together(facts):
         return (
             "Requests that the server is sent together do not repeat: which of them meet in a forward depends on when they arrive, "
-            f"which cannot be fixed from outside, and so may what is computed. {_said(facts, 'repeat')} {_looks(facts)}"
+            f"which cannot be fixed from outside, and so may what is computed. {control_said(facts, 'repeat')} {_looks(facts)}"
         ).strip()
     return (
         "Run-to-run change: the same scenario, run again on the same model, gave other bits. Nothing about batching or kernel "
-        f"paths follows from these two runs. {_said(facts, 'repeat')}"
+        f"paths follows from these two runs. {control_said(facts, 'repeat')}"
     )
 
 
@@ -156,7 +156,7 @@ def say_roles_inside(facts: Facts) -> str:
 def say_identical(facts: Facts) -> str:
     assert facts.divergence is not None
     c = facts.divergence.compared
-    again = _said(facts, "repeat") if facts.result("repeat") == "equal" else ""
+    again = control_said(facts, "repeat") if facts.result("repeat") == "equal" else ""
     return (
         f"The runs are identical: {c.requests:,} requests, {c.rows:,} rows and {c.digests:,} digests compared, none differs."
         f"{f' {again}' if again else ''}"
@@ -185,7 +185,7 @@ def say_asked_otherwise(facts: Facts) -> str:
 
 
 def say_quantised_attention(facts: Facts) -> str:
-    return f"Not the setting alone: {_said(facts, 'quantised_attention')} No quantisation of what is read makes that."
+    return f"Not the setting alone: {control_said(facts, 'quantised_attention')} No quantisation of what is read makes that."
 
 
 def say_quantised_apart(facts: Facts) -> str:
@@ -195,7 +195,7 @@ def say_quantised_apart(facts: Facts) -> str:
     ]
     return (
         f"A difference of configuration: the cache was quantised from position {places[0]} in a and from {places[1]} in b, so that rows "
-        f"between the two read exact entries in one run and quantised ones in the other. {_said(facts, 'configuration')}"
+        f"between the two read exact entries in one run and quantised ones in the other. {control_said(facts, 'configuration')}"
     )
 
 
@@ -217,63 +217,42 @@ def say_sampling(facts: Facts) -> str:
 
 
 def say_choices(facts: Facts) -> str:
-    return f"The sampling, not the model: {_said(facts, 'choices')}"
-
-
-def advise_choices(facts: Facts) -> str:
-    found = facts.figures(ChoiceFigures)
-    if found is None or found.stage == "processors":
-        return "Look at how each request's logits processors and its tokens so far are kept beside the other requests'."
-    return "Look at how each request's sampler, its settings and its generator are kept beside the other requests'."
+    return f"The sampling, not the model: {control_said(facts, 'choices')}"
 
 
 def say_cache_size(facts: Facts) -> str:
     if facts.sizes[0] == facts.sizes[1]:
         return (
             f"A difference of configuration: the caches of both sides keep {facts.sizes[0]:,} positions (max_kv_size), and which of them a row "
-            f"still finds depends on how the prompt is cut into forwards ({'; '.join(facts.cuts)}). {_said(facts, 'cache_size')}"
+            f"still finds depends on how the prompt is cut into forwards ({'; '.join(facts.cuts)}). {control_said(facts, 'cache_size')}"
         )
     kept = ["all positions" if size is None else f"{size:,} positions" for size in facts.sizes]
     return (
         f"A difference of configuration: the caches keep {kept[0]} in a and {kept[1]} in b (max_kv_size), and no row differs before one "
-        f"has gone. {_said(facts, 'cache_size')}"
+        f"has gone. {control_said(facts, 'cache_size')}"
     )
 
 
 def say_rank_outside(facts: Facts) -> str:
-    return f"Not rounding: {_said(facts, 'ranks')}"
+    return f"Not rounding: {control_said(facts, 'ranks')}"
 
 
 def say_ranks_inside(facts: Facts) -> str:
     origin = facts.origin
     where = "" if origin is None else f" The first difference arises at {origin.site}."
-    return f"Rounding: sums of several processes are added in another order than those of one.{where} {_said(facts, 'ranks')}"
-
-
-def advise_ranks(facts: Facts) -> str:
-    return (
-        "Nothing is wrong: a model over several processes rounds at each all-reduce. Compare runs over the same number of processes where bits "
-        "must be equal."
-    )
+    return f"Rounding: sums of several processes are added in another order than those of one.{where} {control_said(facts, 'ranks')}"
 
 
 def say_adapter_outside(facts: Facts) -> str:
-    return f"Not rounding: {_said(facts, 'adapters')}"
+    return f"Not rounding: {control_said(facts, 'adapters')}"
 
 
 def say_adapter_without(facts: Facts) -> str:
-    return f"A difference of configuration: {_said(facts, 'adapters')}"
+    return f"A difference of configuration: {control_said(facts, 'adapters')}"
 
 
 def say_adapter_inside(facts: Facts) -> str:
-    return f"Rounding: {_said(facts, 'adapters')} The weights beside them are bit-equal."
-
-
-def advise_adapter(facts: Facts) -> str:
-    return (
-        "Nothing is wrong with the weights: an adapter beside its weights and one that is fused round in different places. Fuse in a "
-        "wider dtype, or without quantising again, for less."
-    )
+    return f"Rounding: {control_said(facts, 'adapters')} The weights beside them are bit-equal."
 
 
 def say_shared_state(facts: Facts) -> str:
@@ -286,21 +265,10 @@ def say_shared_state(facts: Facts) -> str:
     )
 
 
-def advise_shared_state(facts: Facts) -> str:
-    return "For draws that do not depend on the batch use sampler detdiff, or run requests that have a seed one by one, as mlx-lm's server does."
-
-
 def say_uncached(facts: Facts) -> str:
     return (
         "A difference of configuration: the model computes the same, and penalties reach over other tokens: one run was fed the whole "
-        f"conversation, the other found a part of it in a cache. {_said(facts, 'choices')}"
-    )
-
-
-def advise_uncached(facts: Facts) -> str:
-    return (
-        "Give both runs the same cache, or ask for no penalties where a cache is kept; mlx-lm's batches (schedule static or continuous) "
-        "are told of the tokens before."
+        f"conversation, the other found a part of it in a cache. {control_said(facts, 'choices')}"
     )
 
 
@@ -317,7 +285,7 @@ def say_leak(facts: Facts) -> str:
     at = f" First at {where}." if where else ""
     return (
         "A leak between requests: other text of the neighbours, of the same length, changed a request that is not theirs. "
-        f"{_said(facts, 'neighbour_content')}{at}"
+        f"{control_said(facts, 'neighbour_content')}{at}"
     )
 
 
@@ -325,7 +293,7 @@ def say_padding(facts: Facts) -> str:
     pattern = _pattern(facts)
     return (
         "Padding leaks into a request: rows that fill a batch up are nobody's, and another token in them changed what a request "
-        f"computes, at the same shapes. {_said(facts, 'padding')}{f' Affected: {pattern}.' if pattern else ''}"
+        f"computes, at the same shapes. {control_said(facts, 'padding')}{f' Affected: {pattern}.' if pattern else ''}"
     )
 
 
@@ -358,11 +326,11 @@ def say_outside(facts: Facts) -> str:
     oracle = facts.oracle
     found = oracle.outside_where[0] if oracle is not None and oracle.outside_where else {}
     pattern = _pattern(facts)
-    return f"Not rounding: {found.get('said', _said(facts, 'oracle'))}.{f' Affected: {pattern}.' if pattern else ''}"
+    return f"Not rounding: {found.get('said', control_said(facts, 'oracle'))}.{f' Affected: {pattern}.' if pattern else ''}"
 
 
 def say_precision(facts: Facts) -> str:
-    found = _oracle(facts).precision or {}
+    found = oracle_figures(facts).precision or {}
     return (
         f"Precision, not order: {found['said']}. {_change(facts)} {_held_how(facts)} The size of the error is that of the "
         "operands' precision; no order of a float32 sum gives it."
@@ -370,8 +338,8 @@ def say_precision(facts: Facts) -> str:
 
 
 def say_worse(facts: Facts) -> str:
-    far = _oracle(facts).far or {}
-    path = f" ({far['path']})" if _shows_paths(facts) else ""
+    far = oracle_figures(facts).far or {}
+    path = f" ({far['path']})" if shows_paths(facts) else ""
     return (
         f"Rounding, and one path is far worse than the other: run {far['worse']}{path} is {far['ratio']:.3g} times as far "
         f"from float64 as the other, an error of the size of {far['precision']}: sums in less precision than they need. {_change(facts)} "
@@ -380,7 +348,7 @@ def say_worse(facts: Facts) -> str:
 
 
 def say_path(facts: Facts) -> str:
-    nearer = _oracle(facts).nearer or "equal"
+    nearer = oracle_figures(facts).nearer or "equal"
     which = "neither is nearer to float64" if nearer == "equal" else f"run {nearer} is nearer to float64"
     return f"Rounding: {_change(facts)} {_held_how(facts)} Both paths stay inside their rounding bounds, and {which}."
 
@@ -397,28 +365,26 @@ def say_cached(facts: Facts) -> str:
     looks = words.get(
         found.get("rounding"), "Whether that is rounding cannot be said without log-probabilities."
     )
-    return f"A difference of configuration: answers from the prefix cache against answers without it. {_said(facts, 'cached')} {looks}"
+    return f"A difference of configuration: answers from the prefix cache against answers without it. {control_said(facts, 'cached')} {looks}"
 
 
 def say_order(facts: Facts) -> str:
-    return (
-        f"It depends on what was served before: something is kept between requests. {_said(facts, 'served')}"
-    )
+    return f"It depends on what was served before: something is kept between requests. {control_said(facts, 'served')}"
 
 
 def say_another(facts: Facts) -> str:
-    return f"Another request's answer: {_said(facts, 'answers')} No rounding makes that."
+    return f"Another request's answer: {control_said(facts, 'answers')} No rounding makes that."
 
 
 def say_content(facts: Facts) -> str:
     return (
-        f"A leak between requests: {_said(facts, 'other_neighbours')} Rounding does not reach so far; experts that take only so many rows "
+        f"A leak between requests: {control_said(facts, 'other_neighbours')} Rounding does not reach so far; experts that take only so many rows "
         "do, and are a leak by design."
     )
 
 
 def say_dropped(facts: Facts) -> str:
-    return f"A setting is not applied in one side: {_said(facts, 'unset')}"
+    return f"A setting is not applied in one side: {control_said(facts, 'unset')}"
 
 
 def say_outside_only(facts: Facts) -> str:
@@ -426,17 +392,6 @@ def say_outside_only(facts: Facts) -> str:
     if found is None:
         return "The cause was not established, and no answers can be set side by side."
     return f"{_looks(facts)} What caused it cannot be seen from outside."
-
-
-def advise_outside_only(facts: Facts) -> str:
-    return (
-        "Run the same model and requests on an engine that shows its sites (--engine llama.cpp, transformers or mlx), or try the "
-        "server's deterministic mode with --expect-invariant."
-    )
-
-
-def advise_cached(facts: Facts) -> str:
-    return "Compare with prefix caches off, or with both sides served once before; docs/servers.md says how for each server."
 
 
 def outside_missing(facts: Facts) -> tuple[str, ...]:
@@ -459,7 +414,7 @@ def _held_how(facts: Facts) -> str:
     return f"Held ({how}), nothing differs."
 
 
-def _shows_paths(facts: Facts) -> bool:
+def shows_paths(facts: Facts) -> bool:
     """Whether an engine says which of its kernels computed what."""
     divergence = facts.divergence
     return divergence is None or not any("kernel_paths" in run.lacks for run in (divergence.a, divergence.b))
@@ -474,21 +429,21 @@ def _change(facts: Facts) -> str:
     if origin is None:
         return ""
     if facts.moved_alone:
-        return f"{_said(facts, 'place')}"
+        return f"{control_said(facts, 'place')}"
     rules = [
         f"{run}: {rule.removeprefix('rule: ')}"
         for run, rule in (("a", origin.rule_a), ("b", origin.rule_b))
         if rule
     ]
     because = f" ({'; '.join(rules)})" if rules else ""
-    if not _shows_paths(facts):
+    if not shows_paths(facts):
         rows = [rows_seen(origin, run) for run in "ab"]
         if None not in rows:
             return f"{origin.site} was computed for {_rows(rows[0])} in a and for {_rows(rows[1])} in b."
     return f"{origin.site} took {seen(origin, 'a')} in a and {seen(origin, 'b')} in b{because}."
 
 
-def _said(facts: Facts, control: str) -> str:
+def control_said(facts: Facts, control: str) -> str:
     found = facts.controls.get(control)
     return "" if found is None else _sentence(found.sentence)
 
@@ -500,102 +455,6 @@ def _sentence(words: str) -> str:
     first = words.partition(" ")[0]
     start = words[0].upper() if first.isalpha() else words[0]
     return f"{start}{words[1:].rstrip('.')}."
-
-
-def advise_path(facts: Facts) -> str:
-    pinned = facts.figures(PinKernelsFigures)
-    how = (pinned and pinned.how) or (
-        "one kernel path for every number of rows (split_rows above every forward's rows)"
-    )
-    cost = pinned and pinned.cost
-    more = f" Here that cost: {cost}." if cost else ""
-    advice = f"Where the text must not depend on the batch, pin the kernels: {how}.{more}{_fix(facts)}"
-    if not _shows_paths(facts):
-        return advice
-    return f"{advice} `detdiff probe` measures on your machine at which number of rows the bits change and what each number costs."
-
-
-def _fix(facts: Facts) -> str:
-    """What finds and holds such kernels by itself, with its price where that was measured."""
-    if facts.fix is None:
-        return ""
-    tried = facts.controls.get("invariant")
-    if tried is not None and tried.result in ("remains", "not_run"):
-        return f" {facts.fix.call} was tried, too: {_said(facts, 'invariant')}"
-    figures = facts.figures(InvariantFigures)
-    price = facts.fix.price if figures is None else figures.cost
-    return (
-        f" {facts.fix.call} finds the cheapest kernels that hold and checks them before it begins; {price}."
-    )
-
-
-def advise_worse(facts: Facts) -> str:
-    far = _oracle(facts).far or {}
-    if not _shows_paths(facts) and facts.origin is not None:
-        first = (
-            f"Have {facts.origin.site} sum in float32 where a setting of the engine asks for such a kernel"
-        )
-        return f"{first}, or keep to what the other run does. {advise_path(facts)}"
-    return f"Let {far['path']} sum in float32, or keep to the path of the other run: {advise_path(facts)}"
-
-
-def advise_precision(facts: Facts) -> str:
-    found = _oracle(facts).precision or {}
-    return (
-        f"Turn the lower precision off on the side of run {found['run']} (a flag such as MLX_ENABLE_TF32, or the kernel's own "
-        f"choice), or accept it on both: {advise_path(facts)}"
-    )
-
-
-def advise_nondeterminism(facts: Facts) -> str:
-    if _only_together(facts):
-        return (
-            "Sum up many requests and repetitions (compare --prompts FILE --repeats N) to see how far and how often; run the model on an "
-            "engine whose batches are fixed (--engine llama.cpp, transformers or mlx) to see why."
-        )
-    return (
-        "Look for what is not fixed between two runs: threads that add in the order they finish, atomics, random numbers "
-        "without a seed, memory that is read before it is written. Compare batch compositions only once a repeat is equal."
-    )
-
-
-def advise_served(facts: Facts) -> str:
-    return (
-        "Look for what outlives a run: a prefix cache, buffers that are read before they are written, what is tuned or compiled "
-        "on first use. Compare the two sides on engines that have served the same, or nothing."
-    )
-
-
-def advise_changed(facts: Facts) -> str:
-    return "Record both sides again with the code of today, and compare those."
-
-
-def advise_observed(facts: Facts) -> str:
-    repeated = facts.figures(RepeatFigures)
-    if repeated is None or facts.result("repeat") == "equal":
-        return "Record the run again with fewer sites; what recording changes is a fault of the recording, not of the model."
-    return advise_nondeterminism(facts)
-
-
-def advise_bug(facts: Facts) -> str:
-    return "Do not look at this as numerics: neither a tolerance nor pinned kernels make it right, even where pinned kernels hide it."
-
-
-def advise_configuration(facts: Facts) -> str:
-    quantised = facts.quantised_apart or any("kv_" in what for what in facts.settings)
-    or_so = ", or quantise the cache at the same position," if quantised else ""
-    return f"Give both sides the same settings{or_so} and compare again."
-
-
-def advise_roles(facts: Facts) -> str:
-    return (
-        "Expect texts and margins of two engines to be near, never their bits. Where the text must be the same, run one engine; "
-        "where numbers matter most, the one that is nearer to float64."
-    )
-
-
-def advise_other_files(facts: Facts) -> str:
-    return "Give both engines the same model: import or convert one side's file again from the other's, and compare again."
 
 
 def _roles_missing(facts: Facts) -> Iterator[str]:
