@@ -33,6 +33,8 @@ ARRANGED = (
     (2, 2, 1100),
     (1, 1, 530),
 )
+EXPERT_OUTPUTS = 4 * OUTPUTS
+"""Outputs of experts that are compared for each seed: theirs cannot be made to cancel from outside of a module, so that more are needed."""
 RINGS = ((12, 5), (16, 3), (64, 21), (64, 40), (200, 77), (200, 3))
 """Keys of a full window, and by how many columns it is turned."""
 

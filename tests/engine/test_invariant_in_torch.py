@@ -15,6 +15,7 @@ import detdiff
 from detdiff.errors import EngineRefuses, KernelsNotPinned
 from detdiff.invariance import sampled
 from detdiff.invariance.compositions import check
+from detdiff.scenario import KernelPlan
 
 COMPOSITIONS = 200 if FULL else 6
 
@@ -127,6 +128,28 @@ def test_a_planted_composition_is_found(where: str, monkeypatch: pytest.MonkeyPa
         detdiff.invariant(model, price=(), compositions=8),
     ):
         pass
+
+
+@pytest.mark.parametrize(("rate", "seen"), some_now([(20_000, True), (10**9, False)]))
+def test_rare_outputs_of_experts_are_seen(rate: int, seen: bool) -> None:
+    """Experts that are computed row by row, of which one in ``rate`` outputs is another in a call of several rows."""
+    torch = torch_or_skip()
+    from detdiff.engines.transformers.engine import TransformersEngine
+    from detdiff.engines.transformers.taps import row_by_row
+
+    model = tiny_moe(torch)
+
+    def rare(alone: Any, x: Any, *args: Any) -> Any:
+        made = alone(x, *args)
+        hit = made.view(torch.int32).to(torch.int64) * 2654435761 % (1 << 32) < (1 << 32) // rate
+        return torch.where(hit, made * (1 + 2**-20), made) if len(x) > 1 else made
+
+    for layer in model.model.layers:
+        layer.mlp.experts.forward = partial(rare, row_by_row(torch, layer.mlp.experts))
+    pinning = TransformersEngine(model).pinning(KernelPlan())
+    (group,) = [each for each in pinning.groups if each.shape == "Qwen3MoeExperts"]
+    found = [pinning.first_difference(group, "native", seed) for seed in range(3 if seen else 1)]
+    assert any("is another than alone" in each for each in found) == seen, found
 
 
 def test_a_layer_that_mixes_rows_is_named() -> None:

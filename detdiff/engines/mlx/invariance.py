@@ -21,10 +21,15 @@ from detdiff.engines.mlx.taps.kernel_plan import NATIVE, CallSite, name_of, weig
 from detdiff.engines.mlx.taps.operations import ATTENTION_NAMES, Operations
 from detdiff.engines.mlx.taps.tapping import Untouched, tapped, tapped_calls
 from detdiff.errors import EngineRefuses
-from detdiff.invariance.arrangements import Attend, AttentionHeads, differing_row, ring_differs
+from detdiff.invariance.arrangements import (
+    EXPERT_OUTPUTS,
+    Attend,
+    AttentionHeads,
+    differing_row,
+    ring_differs,
+)
 from detdiff.invariance.pinning import KEYS, Pins, SiteGroup, paired_seconds
 from detdiff.invariance.policies import RowPolicy
-from detdiff.invariance.sampled import OUTPUTS
 from detdiff.probe.operation import ONE_AFTER_THE_OTHER, ProbeTarget, Weights
 from detdiff.scenario import KernelPlan, PathRule
 from detdiff_kernels.rounding import Float32
@@ -310,7 +315,16 @@ def _experts_differ(
         width = width * 32 // int(module.bits)
     each = min(2, count)
     weights = [_weights(weight_of(module, expert).floats()) for expert in range(min(count, 2))]
-    for rows in (1, 2, 3, 5, 8, 13, 16, *[40] * -(-OUTPUTS // (40 * each * module["weight"].shape[1]))):
+    for rows in (
+        1,
+        2,
+        3,
+        5,
+        8,
+        13,
+        16,
+        *[40] * -(-EXPERT_OUTPUTS // (40 * each * module["weight"].shape[1])),
+    ):
         drawn = draw.standard_normal((rows, width))
         picked = np.stack([draw.permutation(count)[:each] for _ in range(rows)]).astype(np.uint32)
         for row in range(1, rows, 2):

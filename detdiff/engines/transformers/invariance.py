@@ -16,10 +16,9 @@ from typing import Any
 import numpy as np
 
 from detdiff.errors import KernelsNotPinned
-from detdiff.invariance.arrangements import Attend, AttentionHeads, differing_row
+from detdiff.invariance.arrangements import EXPERT_OUTPUTS, Attend, AttentionHeads, differing_row
 from detdiff.invariance.pinning import KEYS, Pins, SiteGroup, paired_seconds
 from detdiff.invariance.policies import NATIVE, RowPolicy
-from detdiff.invariance.sampled import OUTPUTS
 from detdiff.probe.operation import ProbedOperation, ProbeTarget
 from detdiff.scenario import KernelPlan
 from detdiff_kernels.rounding import Float32
@@ -30,7 +29,8 @@ from .taps import Attention, attention_as, by_keys, experts, implementations, ro
 
 _WORK = 1 << 30  # products of one call in a probe at most
 _CONTEXT = 32  # positions that stand in the caches before a step is timed
-_TOKENS = 24  # of the forward whose experts' rows are tried
+_TOKENS = 24  # of the forward whose routes are tried
+_MOST_ROWS = 1500  # of experts and routers that are tried at a time
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,28 +152,42 @@ class TorchPinning:
         with self._torch.no_grad():
             if group is self._attention:
                 tried = (differing_row(self._attend(each, path), each.heads, seed) for each in self._attended)
-            else:
-                tried = (self._experts_differ(path, seed, *each) for each in self._experts[group])
-            return next((found for found in tried if found), "")
+                return next((found for found in tried if found), "")
+            # Those of a group are computed alike: each seed tries another one.
+            alike = self._experts[group]
+            return self._experts_differ(path, seed, *alike[seed % len(alike)])
 
     def _experts_differ(
         self, path: str, seed: int, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> str:
-        """Rows of a forward, drawn in any order and more than once, against each of them alone."""
+        """Drawn rows, routed as those of a forward were, in calls of several sizes against each of them alone."""
         torch, draw = self._torch, np.random.default_rng([seed, 3])
-        alone = _tensors(torch, row_by_row(torch, module)(*args, **kwargs))
-        run = module.forward if path == NATIVE else row_by_row(torch, module)
-        for count in (_TOKENS, 1, 2, 3, 5, 8, 13, 40, *[_TOKENS] * (-(-OUTPUTS // alone[0].numel()))):
-            # Few different rows: an expert then has many at once.
-            kinds = draw.permutation(_TOKENS)[: draw.integers(1, _TOKENS + 1)]
-            rows = torch.from_numpy(draw.choice(kinds, count)).to(alone[0].device)
-            some = [_rows(torch, each, rows) for each in args]
-            more = {key: _rows(torch, each, rows) for key, each in kwargs.items()}
-            for made, own in zip(_tensors(torch, run(*some, **more)), alone, strict=True):
-                wanted = own.reshape(_TOKENS, -1)[rows]
-                same = (bits(torch, made.reshape(count, -1)) == bits(torch, wanted)).all(dim=1).tolist()
-                if not all(same):
-                    return f"row {same.index(False)} of {count} is another than alone"
+        first = next(each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor))
+        with_outputs = _tensors(torch, module(*args, **kwargs))[0].numel() // _TOKENS
+        native = path == NATIVE
+        # Row by row, what is tried is that a row repeats.
+        count = min(_MOST_ROWS, -(-EXPERT_OUTPUTS // with_outputs)) if native else _TOKENS
+        routed = torch.from_numpy(draw.integers(0, _TOKENS, count)).to(first.device)
+        x = torch.from_numpy(draw.standard_normal((count, first.shape[-1]), dtype=np.float32)).to(
+            first.device
+        )
+
+        def drawn(each: Any) -> Any:
+            return (x * first.float().std()).to(first.dtype) if each is first else _rows(torch, each, routed)
+
+        rows, more = [drawn(each) for each in args], {key: drawn(each) for key, each in kwargs.items()}
+        alone = _tensors(torch, row_by_row(torch, module)(*rows, **more))
+        run = module.forward if native else row_by_row(torch, module)
+        for size in (2, 3, 5, 8, 13, 40, count) if native else (count,):
+            for at in range(0, count, size):
+                some = slice(at, min(count, at + size))
+                part = [_part(torch, each, some, count) for each in rows]
+                named = {key: _part(torch, each, some, count) for key, each in more.items()}
+                for made, own in zip(_tensors(torch, run(*part, **named)), alone, strict=True):
+                    one, other = (bits(torch, each.reshape(len(own[some]), -1)) for each in (made, own[some]))
+                    if not torch.equal(one, other):
+                        row = (one == other).all(dim=1).tolist().index(False)
+                        return f"row {row} of {len(one)} is another than alone"
         return ""
 
     def _attend(self, seen: _AttendingModule, path: str) -> Attend:
@@ -270,3 +284,8 @@ def _rows(torch: Any, each: Any, rows: Any) -> Any:
         return each
     flat = each.reshape(-1, each.shape[-1])
     return flat[rows] if len(flat) == _TOKENS else each
+
+
+def _part(torch: Any, each: Any, some: slice, count: int) -> Any:
+    """Neighbouring rows of what has ``count``."""
+    return each[some] if isinstance(each, torch.Tensor) and each.ndim > 1 and len(each) == count else each
