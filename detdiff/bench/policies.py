@@ -104,12 +104,14 @@ def _with_pins(engine: Engine, policy: Policy, known: dict[KernelPlan, Policy], 
         )
     if plan not in known:
         with pinned_engine(engine, AUTO, plan, compositions=compositions, price=()) as model:
+            # What it costs is what is measured then.
+            how = str(replace(model, not_priced=""))
             if model.plan is not None:
                 scenario = replace(policy.scenario, kernels=model.plan)
-                known[plan] = replace(policy, scenario=scenario, held=nullcontext, pinned=str(model))
+                known[plan] = replace(policy, scenario=scenario, held=nullcontext, pinned=how)
             else:
                 pinning = cast(PinsKernels, engine).pinning(plan)
-                known[plan] = replace(policy, held=partial(pinning.pinned, model.pins), pinned=str(model))
+                known[plan] = replace(policy, held=partial(pinning.pinned, model.pins), pinned=how)
     of = known[plan]
     return replace(
         policy,

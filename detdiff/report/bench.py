@@ -95,7 +95,7 @@ def bench_blocks(measured: Measurement, goodput: Goodput | None = None) -> list[
             blocks.append(Item(f"kernel paths of {escaped(result.policy.name)}: ", shares))
     for pinned in dict.fromkeys(r.policy.pinned for r in measured.results if r.policy.pinned):
         under = ", ".join(escaped(r.policy.name) for r in measured.results if r.policy.pinned == pinned)
-        blocks += [Item(f"pinned for {under}: ", escaped(line)) for line in pinned.splitlines()]
+        blocks.append(Item(f"pinned for {under}: ", escaped("; ".join(pinned.splitlines()))))
     reasons: dict[tuple[str, str], list[str]] = {}
     for result in measured.results:
         if result.why:
