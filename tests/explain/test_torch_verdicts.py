@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
-from torch_models import VOCABULARY, row_by_row, tiny_llama, torch_or_skip
+from torch_models import VOCABULARY, row_by_row, tiny_llama, tiny_moe, torch_or_skip
 
 from detdiff import Scenario, explain
 from detdiff.engines.transformers import TransformersEngine
@@ -81,3 +82,27 @@ def test_a_kernel_that_is_wrong_in_a_batch_is_a_bug(torch: Any) -> None:
 def test_rows_that_are_computed_alone_are_identical(torch: Any) -> None:
     verdict = explained(torch, row_by_row(torch, tiny_llama(torch)))
     assert verdict.kind == "identical"
+
+
+@pytest.mark.parametrize(
+    ("leaks", "kind", "rules"), [(False, "numerics", ("path",)), (True, "bug", ("leak", "padding"))]
+)
+def test_experts_that_round_by_the_number_of_their_rows_are_no_leak(
+    torch: Any, leaks: bool, kind: str, rules: tuple[str, ...]
+) -> None:
+    """Which rows an expert has beside a request's own depends on what the others say."""
+
+    def wrong(native: Any, x: Any, index: Any, weights: Any) -> Any:
+        made = native(x, index, weights)
+        if leaks:
+            return made + made.flip(0) / 64
+        shared = torch.bincount(index.flatten(), minlength=8)[index].amax(-1) > 1
+        return torch.where(shared[:, None], made * (1 + 2**-22), made)
+
+    model = tiny_moe(torch)
+    for layer in model.model.layers:
+        layer.mlp.experts.forward = partial(wrong, layer.mlp.experts.forward)
+    verdict = explained(torch, model)
+    assert verdict.kind == kind and verdict.rule in rules, verdict.sentence
+    content = {control.name: control.result for control in verdict.controls}["neighbour_content"]
+    assert content == ("differs" if leaks else "undecided")

@@ -254,6 +254,8 @@ def _kind(torch: Any, name: str, module: Any, blocks: set[str], head: Any) -> st
         return "rope"
     if "Attention" in kind or last in ("self_attn", "attn", "attention"):
         return "attn_block"
+    if "Experts" in kind and any(each.ndim > 2 for each in module.parameters(recurse=False)):
+        return "switch"
     if re.search(r"MLP|MoE|Expert|FeedForward", kind, re.IGNORECASE) or last == "mlp":
         return "mlp"
     return "module"

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from detdiff.compare import CacheEntry, Composition, Origin, RequestDivergence, compare
-from detdiff.scenario import SCORE, Request, Scenario
+from detdiff.engines.base import VALUES, Overrides
+from detdiff.scenario import SCORE, Capture, Request, Scenario
 from detdiff.trace import Trace
 
 from ..case import Case, Side
 from ..control import CannotRun, Figures, Outcome, control
 from ..facts import Facts
+from .dtype import NAMES, UNIT
 
 SEED = 4
 
@@ -58,7 +63,7 @@ def neighbour_content(case: Case) -> Outcome:
 
     Looked at up to the first forward that is composed otherwise (another text may end or be verified elsewhere). Result
     ``equal``; ``differs``, a leak, with the first changed site and cache entry; or ``undecided`` where the first change is
-    at an expert layer, whose rows are put together by what they say.
+    at an expert layer, whose rows are put together by what they say, and no further than rounding goes.
     """
     side, id = _subject(case)
     trace = case.trace(side)
@@ -79,7 +84,8 @@ def neighbour_content(case: Case) -> Outcome:
         sentence = f"with other text of the same length in {others} of side {side}, no bit of {id} changed in the first {alike} forwards"
         return Outcome("equal", sentence, NeighbourFigures(**detail))
     detail |= first
-    if first.get("kind") == "switch":
+    runs = ((case.scenario(side), Overrides()), (scenario, Overrides()))
+    if first.get("kind") == "switch" and not moved_far(case, side, id, first, runs):
         sentence = (
             f"with other text in {others} of side {side}, {id} changed first at the expert layer {first['where']}, whose "
             "calls hold the rows of all requests that chose an expert"
@@ -87,6 +93,44 @@ def neighbour_content(case: Case) -> Outcome:
         return Outcome("undecided", sentence, NeighbourFigures(**detail))
     sentence = f"with other text of the same length in {others} of side {side}, {id} changed, first at {first['where']}"
     return Outcome("differs", sentence, NeighbourFigures(**detail))
+
+
+def moved_far(
+    case: Case,
+    side: Side,
+    id: str,
+    change: Mapping[str, Any],
+    runs: Sequence[tuple[Scenario, Overrides]],
+) -> bool:
+    """Whether experts whose inputs are equal gave a row of ``id`` values further apart in two runs than another number of rows makes them:
+    the norm of the difference over the first one's is above the root of the dtype's unit roundoff. False where it cannot be measured."""
+    from ..origins import DRAFT, Captured
+
+    site, position = str(change["site"]), int(change["position"])
+    if case.lacking((VALUES,)) is not None:
+        return False
+    values = []
+    for scenario, overrides in runs:
+        capture = Capture(
+            level="window",
+            requests=tuple(sorted(scenario.turns_with(id))),
+            positions=(position, position),
+            sites=(site,),
+            digest=scenario.capture.digest,
+            memory_mb=scenario.capture.memory_mb,
+        )
+        try:
+            captured = Captured(case.record(replace(scenario, capture=capture), side, overrides=overrides))
+        except CannotRun:
+            return False
+        row = captured.row(id, position, draft=site.startswith(DRAFT))
+        value = None if row is None else captured.value(row, site, "out")
+        if value is None or value.dtype not in NAMES:
+            return False
+        values.append(value.numbers())
+        unit = UNIT[NAMES[value.dtype]]
+    norm = float(np.linalg.norm(values[0]))
+    return bool(np.linalg.norm(values[0] - values[1]) > math.sqrt(unit) * norm)
 
 
 def _length_asked(facts: Facts) -> bool | str:

@@ -9,7 +9,7 @@ from detdiff.trace import Trace
 from ..case import Case
 from ..control import CannotRun, Outcome, control
 from ..facts import Facts
-from .neighbours import ChangeFigures, first_change
+from .neighbours import ChangeFigures, first_change, moved_far
 
 
 def _not_explained(facts: Facts) -> bool:
@@ -20,7 +20,7 @@ def _not_explained(facts: Facts) -> bool:
 @control("padding", after="place", needs=(PADDING,), asked_by=_not_explained)
 def padding(case: Case) -> Outcome:
     """Result ``equal``; ``differs``, a leak, with the first changed site and cache entry; or ``undecided`` where the first
-    change is at an expert layer, whose rows are put together by what they say.
+    change is at an expert layer, whose rows are put together by what they say, and no further than rounding goes.
 
     Every shape stays as it is, so that kernels do, and no rounding is another one.
     """
@@ -41,7 +41,8 @@ def padding(case: Case) -> Outcome:
         return Outcome("equal", sentence, ChangeFigures(side))
     sentence = f"with another token in the rows of padding of side {side}, {first.id} changed, first at {place['where']}"
     figures = ChangeFigures(side, first.id, **place)
-    if place.get("kind") == "switch":
+    runs = ((case.scenario(side), Overrides()), (case.scenario(side), Overrides(padding=token)))
+    if place.get("kind") == "switch" and not moved_far(case, side, first.id, place, runs):
         return Outcome("undecided", f"{sentence}, whose calls hold the rows of padding too", figures)
     return Outcome("differs", sentence, figures)
 
