@@ -407,10 +407,13 @@ def _prefixes(run: RunEvents) -> Iterator[Finding]:
 def _turns(run: RunEvents) -> Iterator[Finding]:
     """Turns that do not begin where the rows that they keep end, and those that lack tokens of the chat template."""
     rows = run.trace.row_index()
+    # A turn that begins anew takes over what an earlier prompt began with, as any request does.
+    taken = {event["request"]: event["tokens"] for event in run.of("prefix") if _model(event) != "draft"}
     for event in run.of("turn"):
         request, told, closing = event["request"], event["told"], event.get("closing") or []
         own = np.flatnonzero((rows.request == request) & (rows.phase != PHASES.index("draft")))
-        if len(own) and int(rows.position[own[0]]) != event["kept"]:
+        begins = max(event["kept"], taken.get(request, 0))
+        if len(own) and int(rows.position[own[0]]) != begins:
             yield Finding(
                 run.run,
                 "turn",

@@ -68,6 +68,19 @@ def test_a_kept_cache_is_the_whole_conversation_from_scratch(runs: Runs, arch: s
         assert found.compared.reused_b == 0 and found.compared.rows >= sum(every.values())
 
 
+def test_a_turn_from_scratch_takes_over_a_prefix_and_is_no_fault(runs: Runs) -> None:
+    whole = runs.record(model("llama"), conversation(turns="fresh"))
+    trace = runs.record(
+        model("llama"),
+        conversation(turns="fresh", schedule="static", layout="packed", share_prefix=True),
+    )
+    taken = {event["request"]: event["tokens"] for event in events(trace, "prefix")}
+    later = {turn["request"]: turn["kept"] for turn in events(trace, "turn")}
+    assert later.keys() & taken.keys() and not any(later.values())
+    found = compare(whole, trace)
+    assert found.identical, (found.stage, found.bookkeeping)
+
+
 def test_every_turn_is_a_request_and_an_event(runs: Runs) -> None:
     trace = runs.record(model("llama"), conversation(turns="reloaded"))
     assert [(r["id"], r.get("after")) for r in trace.requests] == [
