@@ -337,15 +337,26 @@ class Facts:
     @property
     def sizes(self) -> tuple[int | None, ...]:
         """How many positions the caches of a and of b keep (None: all), where that differs, or is some of them and the prompts are cut
-        otherwise, and no origin is before the first that goes; empty elsewhere."""
+        otherwise, and no origin before the first that goes is anything else than rounding; empty elsewhere."""
         if self.divergence is None:
             return ()
         runs = (self.divergence.a, self.divergence.b)
         found = tuple(run.scenario.get("max_kv_size") for run in runs)
-        least = min((size for size in found if size is not None), default=0)
-        early = any(r.origin is not None and r.origin.position < least for r in self.diverged)
         same = found[0] == found[1] and (found[0] is None or not self.cuts)
+        # A ring that turned, or that padding filled up, rounds otherwise long before a position goes.
+        oracle = self.oracle
+        rounds = oracle is not None and not (oracle.outside_a or oracle.outside_b or oracle.skipped)
+        early = any(not rounds or origin.kind == "cache_read" for origin in self.before_one_goes)
         return () if same or early or not self.diverged else found
+
+    @property
+    def before_one_goes(self) -> tuple[Origin, ...]:
+        """The origins of requests before the first position that a cache of fewer positions no longer keeps."""
+        if self.divergence is None:
+            return ()
+        sizes = (run.scenario.get("max_kv_size") for run in (self.divergence.a, self.divergence.b))
+        least = min((size for size in sizes if size is not None), default=0)
+        return tuple(r.origin for r in self.diverged if r.origin is not None and r.origin.position < least)
 
     @property
     def cuts(self) -> tuple[str, ...]:

@@ -400,7 +400,7 @@ RULES: Final[tuple[VerdictRule, ...]] = (
     ),
     VerdictRule(
         "cache-size",
-        "the runs keep different numbers of positions in their caches, or some of them and cut prompts into other forwards, no origin is before the first that goes, a repeat is equal, and "
+        "the runs keep different numbers of positions in their caches, or some of them and cut prompts into other forwards, no origin before the first that goes is anything else than rounding, a repeat is equal, and "
         "with caches that keep all nothing differs",
         "configuration",
         lambda facts: (

@@ -227,9 +227,12 @@ def say_cache_size(facts: Facts) -> str:
             f"still finds depends on how the prompt is cut into forwards ({'; '.join(facts.cuts)}). {control_said(facts, 'cache_size')}"
         )
     kept = ["all positions" if size is None else f"{size:,} positions" for size in facts.sizes]
+    before = "what differs before one has gone is rounding"
+    if not facts.before_one_goes:
+        before = "no row differs before one has gone"
     return (
-        f"A difference of configuration: the caches keep {kept[0]} in a and {kept[1]} in b (max_kv_size), and no row differs before one "
-        f"has gone. {control_said(facts, 'cache_size')}"
+        f"A difference of configuration: the caches keep {kept[0]} in a and {kept[1]} in b (max_kv_size), and {before}. "
+        f"{control_said(facts, 'cache_size')}"
     )
 
 
