@@ -82,3 +82,20 @@ def test_attention_that_is_wrong_over_a_limited_cache_is_none_of_the_size(
     monkeypatch.setattr(qwen3, "scaled_dot_product_attention", wrong)
     verdict = beside_padding()
     assert verdict.kind == "bug" and "layers.0.self_attn" in verdict.sentence, verdict.sentence
+
+
+@pytest.mark.thorough
+def test_draws_that_differ_for_another_reason_do_not_hide_the_size() -> None:
+    """In a batch mlx-lm's requests draw from one random state, so that their tokens stay others with caches that keep everything."""
+    requests = [
+        {"tokens": tokens, "max_tokens": 3} for tokens in ([6, 84, 64, 27, 77, 3, 9], [*range(20, 30)])
+    ]
+    asked = {"model": "tiny", "request": requests, "sampler": "mlx-lm", "temperature": 1.0, "seed": 0}
+    sides = (
+        Scenario.from_dict({**asked, **more})
+        for more in ({"schedule": "static", "max_kv_size": 5}, {"schedule": "serial"})
+    )
+    verdict = explain(*sides, loaded=model("qwen3"))
+    assert (verdict.kind, verdict.rule) == ("configuration", "cache-size"), verdict.sentence
+    control = verdict.control("cache_size")
+    assert control.result == "removed" and "drawn from equal logits" in control.sentence
