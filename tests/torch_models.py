@@ -49,6 +49,26 @@ def tiny_llama(torch: Any) -> Any:
     return _larger(LlamaForCausalLM(config))
 
 
+def tiny(torch: Any, name: str, **keys: Any) -> Any:
+    """A random model of two layers of a class of transformers, float32; ``name`` is that of the class up to Config or ForCausalLM.
+
+    Its inner width is no whole vectors of a processor, so that activations depend on where a row lies.
+    """
+    transformers = import_module("transformers")
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        eos_token_id=None,
+        bos_token_id=None,
+        **keys,
+    )
+    return getattr(transformers, f"{name}ForCausalLM")(config).eval()
+
+
 def tiny_moe(torch: Any) -> Any:
     """A random qwen3_moe of two layers with eight experts in transformers, float32."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM

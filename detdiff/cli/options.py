@@ -33,7 +33,7 @@ class TracePath(click.Path):
 
 
 class LocalPath(click.Path):
-    """A path that something is written to, which cannot be an address."""
+    """A path of this machine, where no address can be."""
 
     def __init__(self) -> None:
         super().__init__(path_type=Path)
@@ -154,7 +154,7 @@ def sides_options(traces: str, *, keep: bool = True) -> Callable[[F], F]:
 
 
 def file_option(name: str, metavar: str, help: str, **more: Any) -> Callable[[F], F]:
-    """An option that says where to write something."""
+    """An option that names a file or a folder of this machine."""
     return click.option(name, metavar=metavar, type=LocalPath(), help=help, **more)
 
 

@@ -499,9 +499,10 @@ def forward_line(
     spans: Sequence[tuple[int, int, int, int]],
     shape: tuple[int, int],
     plan: int,
-    prompts: Sequence[int],
+    prompts: Sequence[int] | Mapping[int, int],
+    layout: str = "padded",
 ) -> dict[str, Any]:
-    """The line of the padded forward ``number``: ``spans`` are (request, slot, start, count); ``prompts`` the prompts' lengths."""
+    """The line of the forward ``number``: ``spans`` are (request, slot, start, count); ``prompts`` the prompts' lengths by request."""
     rows = [
         {
             "request": request,
@@ -516,7 +517,7 @@ def forward_line(
     return {
         "forward": number,
         "phase": phases.pop() if len(phases) == 1 else "mixed",
-        "layout": "padded",
+        "layout": layout,
         "shape": list(shape),
         "rows": rows,
         "plan": plan,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from tiers import some_now
-from torch_models import VOCABULARY, tiny_gemma3, tiny_llama, torch_or_skip
+from torch_models import VOCABULARY, tiny, tiny_gemma3, tiny_llama, torch_or_skip
 
 from detdiff import Divergence, Scenario, compare, explain, record
 from detdiff.engines.base import Overrides, RunOptions
@@ -36,22 +36,7 @@ def scenario(**keys: Any) -> Scenario:
 
 
 def tiny_qwen3(torch: Any) -> Any:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        # No whole vectors of a processor, so that activations depend on where a row lies.
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        eos_token_id=None,
-        bos_token_id=None,
-    )
-    return Qwen3ForCausalLM(config).eval()
+    return tiny(torch, "Qwen3", num_key_value_heads=2, head_dim=16)
 
 
 @pytest.mark.parametrize(

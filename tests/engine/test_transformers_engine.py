@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from tiers import some_now
-from torch_models import VOCABULARY, row_by_row, tiny_gemma3, tiny_llama, torch_or_skip
+from torch_models import VOCABULARY, row_by_row, tiny, tiny_gemma3, tiny_llama, torch_or_skip
 
 from detdiff import Divergence, Scenario, compare, record
 from detdiff.engines.base import Overrides, RunOptions
@@ -175,39 +175,11 @@ def test_cache_entries_that_change_after_they_were_written_are_an_origin(torch: 
 
 
 def mixtral(torch: Any) -> Any:
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    torch.manual_seed(0)
-    config = MixtralConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        eos_token_id=None,
-        bos_token_id=None,
-    )
-    return MixtralForCausalLM(config).eval()
+    return tiny(torch, "Mixtral", num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2)
 
 
 def phi(torch: Any) -> Any:
-    from transformers import PhiConfig, PhiForCausalLM
-
-    torch.manual_seed(0)
-    config = PhiConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        qk_layernorm=True,
-        eos_token_id=None,
-        bos_token_id=None,
-    )
-    return PhiForCausalLM(config).eval()
+    return tiny(torch, "Phi", qk_layernorm=True)
 
 
 @pytest.mark.parametrize("lengths", some_now([((3, 3),), ((1, 2),), ((6, 9),)], 1))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +15,7 @@ from detdiff.engines.schedule import Share, Work, admitted, by_arrival
 from detdiff.errors import EngineFailed, EngineRefuses, words_of
 from detdiff.scenario import GENERATE, Scenario
 
-from .padded import Given, text_ends
+from .padded import Given, greedy, text_ends
 from .paged_recorder import PagedRecorder
 from .rows import RowSink
 from .sites import replaced
@@ -280,20 +279,8 @@ def _attend_as(model: Any, attention: str) -> None:
 
 
 def _greedy(model: Any) -> Any:
-    settings = copy.deepcopy(model.generation_config)
-    for name, value in (
-        ("do_sample", False),
-        ("num_beams", 1),
-        ("num_return_sequences", 1),
-        ("temperature", None),
-        ("top_p", None),
-        ("top_k", None),
-        # Each request has its own.
-        ("eos_token_id", -1),
-        ("max_length", None),
-    ):
-        setattr(settings, name, value)
-    return settings
+    # Each request has an end of its own.
+    return greedy(model, num_return_sequences=1, eos_token_id=-1)
 
 
 def _state(item: Work) -> Any:

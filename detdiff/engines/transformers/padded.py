@@ -198,20 +198,13 @@ class PaddedBatches:
     ) -> Any:
         """Ids [requests, columns] with what was generated. ``pin_choice``: of equal logits the lowest id is taken, whatever
         torch's argmax takes in a batch of this size."""
-        settings = copy.deepcopy(self.model.generation_config)
-        for name, value in (
-            ("do_sample", False),
-            ("num_beams", 1),
-            ("temperature", None),
-            ("top_p", None),
-            ("top_k", None),
+        settings = greedy(
+            self.model,
             # Each request ends by itself, and a batch when all have.
-            ("eos_token_id", None),
-            ("pad_token_id", padding_token(self.model)),
-            ("max_length", None),
-            ("max_new_tokens", max(batch.limits)),
-        ):
-            setattr(settings, name, value)
+            eos_token_id=None,
+            pad_token_id=padding_token(self.model),
+            max_new_tokens=max(batch.limits),
+        )
         torch = self._torch
         longest = ids.shape[1]
 
@@ -238,6 +231,22 @@ class PaddedBatches:
                 stopping_criteria=[done],
                 logits_processor=[lowest] if pin_choice else [],
             )
+
+
+def greedy(model: Any, **more: Any) -> Any:
+    """The model's generation_config without sampling, beams and its own limit of length; ``more`` are other values of it."""
+    settings = copy.deepcopy(model.generation_config)
+    plain = {
+        "do_sample": False,
+        "num_beams": 1,
+        "temperature": None,
+        "top_p": None,
+        "top_k": None,
+        "max_length": None,
+    }
+    for name, value in {**plain, **more}.items():
+        setattr(settings, name, value)
+    return settings
 
 
 def text_ends(model: Any) -> set[int]:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from detdiff.engines.base import PortRows, RowTable, highest
+from detdiff.engines.base import PortRows, RowTable, forward_line, highest
 from detdiff.engines.schedule import Share
 from detdiff.trace import PHASES, combine_entries
 
@@ -158,25 +158,9 @@ class PagedRecorder(RowRecorder):
         return (self._column, self._column) if columns == len(self._column) else None
 
     def _line(self, plan: int) -> dict[str, Any]:
-        phases = {share.phase for share in self._shares}
-        line: dict[str, Any] = {
-            "forward": self.forwards,
-            "phase": phases.pop() if len(phases) == 1 else "mixed",
-            "layout": "packed",
-            "shape": list(self._shape),
-            "rows": [
-                {
-                    "request": share.work.index,
-                    "slot": 0,
-                    "start": share.start,
-                    "count": len(share.tokens),
-                    "phase": share.phase,
-                }
-                for share in self._shares
-            ],
-            "plan": plan,
-            "caches": [],
-        }
+        spans = [(share.work.index, 0, share.start, len(share.tokens)) for share in self._shares]
+        prompts = {share.work.index: len(share.work.prompt) for share in self._shares}
+        line = forward_line(self.forwards, spans, self._shape, plan, prompts, "packed")
         if self._untold:
             self._events.append({"kind": "cache_more", "entries": self._untold})
         if self._events:
