@@ -1,25 +1,34 @@
-"""Sweeps: 64 cells of the built-in model by one process, by two, and on a Ray cluster of two processors that is up already.
+"""Sweeps: 64 cells of the built-in model by one process and by two, as commands; then by two and on a Ray cluster of two processors that
+is up already, since a cluster that waits takes of both processors too.
 
-The rounds alternate, and each way's workers are started anew, as a command does. The cluster's first sweep, which ships the source and
-starts its workers, is not counted.
+The rounds alternate, and each way's workers are started anew. The cluster's first sweep, which ships the source and starts its workers,
+is not counted.
 """
 
 from __future__ import annotations
 
 import os
-import statistics
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
+from itertools import count
 from pathlib import Path
+from statistics import median
 from time import perf_counter
 from typing import Any
 
 from detdiff.commands.sweep import SweepArguments, swept
 
+from .paired import alternate, ratio
+
 GRID = Path(__file__).with_suffix(".toml")
 ROUNDS = 3
+DIFFERS = 1
+"""The exit status of a sweep in which something differs, as the cells of the other profile do."""
 
 
 @contextmanager
@@ -46,28 +55,43 @@ def _cluster() -> Iterator[bool]:
 
 
 def run() -> list[dict[str, Any]]:
-    """A row for each way; seconds are medians of the rounds."""
-    with tempfile.TemporaryDirectory() as place, _cluster() as there:
-        ways: dict[str, dict[str, Any]] = {"--jobs 1": {"jobs": 1}, "--jobs 2": {"jobs": 2}}
-        if there:
-            ways["--ray"] = {"jobs": 2, "ray": "local"}
-        seconds: dict[str, list[float]] = {way: [] for way in ways}
-        for number in range(-1, ROUNDS):
-            for way, options in ways.items():
-                if number < 0 and way != "--ray":
-                    continue
-                folder = Path(place) / f"{way}{number}"
-                begun = perf_counter()
-                swept(SweepArguments(GRID, folder, **options))
-                if number >= 0:
-                    seconds[way].append(perf_counter() - begun)
-        median = {way: statistics.median(found) for way, found in seconds.items()}
-        return [
+    """A row for each way; seconds are medians of the rounds, ratios those of the rounds' own."""
+    with tempfile.TemporaryDirectory() as place:
+        number = count()
+
+        def command(jobs: int) -> float:
+            folder = f"{place}/{next(number)}"
+            begun = perf_counter()
+            asked = ["-m", "detdiff.cli", "sweep", str(GRID), "-o", folder, "--jobs", str(jobs)]
+            ended = subprocess.run([sys.executable, *asked], capture_output=True)
+            if ended.returncode != DIFFERS:
+                raise subprocess.CalledProcessError(ended.returncode, asked, ended.stdout, ended.stderr)
+            return perf_counter() - begun
+
+        def here(**options: Any) -> float:
+            begun = perf_counter()
+            swept(SweepArguments(GRID, Path(place) / str(next(number)), jobs=2, **options))
+            return perf_counter() - begun
+
+        jobs = alternate({"--jobs 1": partial(command, 1), "--jobs 2": partial(command, 2)}, ROUNDS)
+        rows: list[dict[str, Any]] = [
             {
                 "way": way,
-                "seconds": each,
-                "one process / this": median["--jobs 1"] / each,
-                "this / --jobs 2": each / median["--jobs 2"],
+                "seconds": median(seconds),
+                "one process / this": ratio(jobs["--jobs 1"], seconds),
             }
-            for way, each in median.items()
+            for way, seconds in jobs.items()
         ]
+        with _cluster() as there:
+            if there:
+                here(ray="local")
+                beside = alternate({"two": here, "ray": partial(here, ray="local")}, ROUNDS)
+                rows += [
+                    {"way": "--jobs 2 beside an idle cluster", "seconds": median(beside["two"])},
+                    {
+                        "way": "--ray",
+                        "seconds": median(beside["ray"]),
+                        "this / --jobs 2": ratio(beside["ray"], beside["two"]),
+                    },
+                ]
+        return rows
