@@ -23,10 +23,12 @@ from typing import Any
 
 from detdiff.commands.sweep import SweepArguments, swept
 
-from .paired import alternate, ratio
+from .paired import alternate, ratio, spread
 
 GRID = Path(__file__).with_suffix(".toml")
-ROUNDS = 3
+ROUNDS = 5
+TOKENS = (24, 64)
+"""Of each of a cell's two requests. Starting a worker takes as long as ten cells of the fewer."""
 DIFFERS = 1
 """The exit status of a sweep in which something differs, as the cells of the other profile do."""
 
@@ -56,42 +58,49 @@ def _cluster() -> Iterator[bool]:
 
 def run() -> list[dict[str, Any]]:
     """A row for each way; seconds are medians of the rounds, ratios those of the rounds' own."""
-    with tempfile.TemporaryDirectory() as place:
-        number = count()
+    with tempfile.TemporaryDirectory() as work:
+        place, number = Path(work), count()
 
-        def command(jobs: int) -> float:
-            folder = f"{place}/{next(number)}"
+        def command(grid: Path, jobs: int) -> float:
+            folder = str(place / str(next(number)))
+            asked = ["-m", "detdiff.cli", "sweep", str(grid), "-o", folder, "--jobs", str(jobs)]
             begun = perf_counter()
-            asked = ["-m", "detdiff.cli", "sweep", str(GRID), "-o", folder, "--jobs", str(jobs)]
             ended = subprocess.run([sys.executable, *asked], capture_output=True)
             if ended.returncode != DIFFERS:
                 raise subprocess.CalledProcessError(ended.returncode, asked, ended.stdout, ended.stderr)
             return perf_counter() - begun
 
-        def here(**options: Any) -> float:
+        def here(ray: str | None) -> float:
             begun = perf_counter()
-            swept(SweepArguments(GRID, Path(place) / str(next(number)), jobs=2, **options))
+            swept(SweepArguments(GRID, place / str(next(number)), jobs=2, ray=ray))
             return perf_counter() - begun
 
-        jobs = alternate({"--jobs 1": partial(command, 1), "--jobs 2": partial(command, 2)}, ROUNDS)
-        rows: list[dict[str, Any]] = [
-            {
-                "way": way,
-                "seconds": median(seconds),
-                "one process / this": ratio(jobs["--jobs 1"], seconds),
-            }
-            for way, seconds in jobs.items()
-        ]
+        rows: list[dict[str, Any]] = []
+        for tokens in TOKENS:
+            grid = place / f"{tokens}.toml"
+            grid.write_text(GRID.read_text().replace("max_tokens = 24", f"max_tokens = {tokens}"))
+            found = alternate({f"--jobs {jobs}": partial(command, grid, jobs) for jobs in (1, 2)}, ROUNDS)
+            rows += [
+                {
+                    "tokens": tokens,
+                    "way": way,
+                    "seconds": median(seconds),
+                    "one process / this": ratio(found["--jobs 1"], seconds),
+                    "of rounds": spread(found["--jobs 1"], seconds),
+                }
+                for way, seconds in found.items()
+            ]
         with _cluster() as there:
             if there:
-                here(ray="local")
-                beside = alternate({"two": here, "ray": partial(here, ray="local")}, ROUNDS)
-                rows += [
-                    {"way": "--jobs 2 beside an idle cluster", "seconds": median(beside["two"])},
+                here("local")
+                found = alternate({"two": partial(here, None), "ray": partial(here, "local")}, ROUNDS)
+                rows.append(
                     {
+                        "tokens": TOKENS[0],
                         "way": "--ray",
-                        "seconds": median(beside["ray"]),
-                        "this / --jobs 2": ratio(beside["ray"], beside["two"]),
-                    },
-                ]
+                        "seconds": median(found["ray"]),
+                        "this / --jobs 2": ratio(found["ray"], found["two"]),
+                        "of rounds": spread(found["ray"], found["two"]),
+                    }
+                )
         return rows
