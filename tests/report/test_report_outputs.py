@@ -146,6 +146,7 @@ def test_an_error_names_the_file_and_leaves_no_half_of_one(tmp_path: Path) -> No
     assert sorted(path.name[:5] for path in tmp_path.iterdir()) == ["taken", "xxxxx"]
 
 
+@pytest.mark.usefixtures("hears_ctrl_c")
 def test_an_interrupt_says_what_is_there_by_then(
     kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,13 +158,8 @@ def test_an_interrupt_says_what_is_there_by_then(
         return put(path, text)
 
     monkeypatch.setattr(reports, "put", interrupted)
-    # A suite that a script starts in its background ignores SIGINT.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with pytest.raises(Interrupted, match=r"x\.html and no more was written"):
-            write(made, ReportOutputs(html=tmp_path / "x.html", markdown=tmp_path / "x.md"))
-    finally:
-        signal.signal(signal.SIGINT, before)
+    with pytest.raises(Interrupted, match=r"x\.html and no more was written"):
+        write(made, ReportOutputs(html=tmp_path / "x.html", markdown=tmp_path / "x.md"))
 
 
 def test_a_directory_with_the_two_traces_is_those_two(kept: Path) -> None:

@@ -383,6 +383,7 @@ def test_several_models_and_one_that_is_not_there() -> None:
         open_engine(scenario(address, "engine.model=n"))
 
 
+@pytest.mark.usefixtures("hears_ctrl_c")
 def test_ctrl_c_in_a_batch_keeps_what_was_answered(tmp_path: Path) -> None:
     import _thread
 
