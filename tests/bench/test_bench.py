@@ -64,6 +64,7 @@ def engine() -> Any:
     return open_named("mlx", "builtin", {})
 
 
+@pytest.mark.thorough
 def test_recorded_forwards_are_the_simulated_ones(engine: Any, tmp_path: Path) -> None:
     workload = drawn(7, Lengths.parse("exponential:8"), Lengths.parse("exponential:5"), "poisson:0.5", seed=3)
     seen = set()

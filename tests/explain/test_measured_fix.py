@@ -102,6 +102,7 @@ def test_a_price_that_was_measured_in_torch() -> None:
     assert everywhere(run(), "was not measured; explain --measure-fix measures it")
 
 
+@pytest.mark.thorough
 def test_emulated_kernels_have_no_price() -> None:
     keys = {"model": "tiny", "max_tokens": 3, "layout": "packed", "kernels": "candle-metal"}
     prompts = [{"tokens": [(7 * i + 5 * k) % 50 for k in range(6)]} for i in range(3)]

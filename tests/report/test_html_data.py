@@ -73,6 +73,7 @@ def test_hostile_series_stay_small_and_text() -> None:
     assert "alert(1)</script>" not in text
 
 
+@pytest.mark.thorough
 def test_pictures_that_have_no_room_leave_their_tables() -> None:
     series = large(3000, 32)
     views = (View("map", "said", "anchor"), View("timeline", "said")) * 40
