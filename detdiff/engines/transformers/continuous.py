@@ -19,13 +19,13 @@ from .padded import Given, greedy, text_ends
 from .paged_recorder import PagedRecorder
 from .rows import RowSink
 from .sites import replaced
-from .taps import pinned, tapped
+from .taps import PAGED_EAGER, pinned, tapped
 
 PAGE_TOKENS: Final = 256
 """Positions of a page, and rows of a forward at most, where nothing else is said: transformers' own defaults (5.24)."""
 MOST_ROWS: Final = 8192
 LEAST_PAGE: Final = 4
-_ATTENTION: Final = ("eager", "sdpa", "paged|eager")
+_ATTENTION: Final = ("eager", "sdpa", PAGED_EAGER)
 _HOME: Final = "transformers.generation.continuous_batching"
 
 

@@ -23,6 +23,8 @@ class KeysShown(NamedTuple):
 Observe = Callable[[str, Any, Any], None]  # site, given, made
 Attended = Callable[[str, Any, Any, KeysShown], None]  # attention module, keys, values
 Attention = Callable[..., Any]
+PAGED_EAGER = "paged|eager"
+"""What continuous batching takes in the place of eager."""
 
 
 @contextlib.contextmanager
@@ -127,8 +129,7 @@ def attention_as(model: Any, change: Callable[[Attention], Attention]) -> Iterat
             if interface is not None and id(interface) not in done:
                 done.add(id(interface))
                 names = implementations(model)
-                # What continuous batching takes in the place of eager.
-                for name in (*names, *(["paged|eager"] if "eager" in names else [])):
+                for name in (*names, *([PAGED_EAGER] if "eager" in names else [])):
                     if name in interface:
                         stack.enter_context(_entry(interface, name, change(interface[name])))
             eager = vars(place).get("eager_attention_forward") if place is not None else None
@@ -166,33 +167,24 @@ def implementations(model: Any) -> list[str]:
 def pinned(torch: Any, model: Any) -> Iterator[None]:
     """Every linear layer, expert and activation computes row by row, and attention row by row over the keys that it sees, whatever the
     batch: one kernel path for every number of rows."""
-
-    def rows(module: Any) -> Any:
-        native = module.forward
-
-        def forward(x: Any, *args: Any, **kwargs: Any) -> Any:
-            flat = x.reshape(-1, x.shape[-1])
-            made = [native(row[None].contiguous(), *args, **kwargs) for row in flat]
-            return torch.cat(made).reshape(*x.shape[:-1], -1) if made else native(x, *args, **kwargs)
-
-        return forward
-
     with contextlib.ExitStack() as stack:
         for module in model.modules():
             linear = isinstance(module, torch.nn.Linear) or type(module).__name__ == "Conv1D"
-            if linear or _elementwise(torch, module):
-                stack.enter_context(replaced(module, "forward", rows(module)))
-        for _, module in experts(torch, model):
+            if linear:
+                stack.enter_context(replaced(module, "forward", row_by_row(torch, module)))
+        for _, module in (*experts(torch, model), *activations(torch, model)):
             stack.enter_context(replaced(module, "forward", row_by_row(torch, module)))
         stack.enter_context(attention_as(model, lambda native: by_keys(torch, native)))
         yield
 
 
-def _elementwise(torch: Any, module: Any) -> bool:
-    """Whether a module is an activation: torch takes another exponential for the last items of a tensor than for whole vectors of them."""
-    held = (*module.children(), *module.parameters(), *module.buffers())
-    home = type(module).__module__
-    return not held and home.startswith(("torch.nn.modules.activation", "transformers.activations"))
+def activations(torch: Any, model: Any) -> Iterator[tuple[str, Any]]:
+    """Activations by name: torch takes another exponential for the last items of a tensor than for whole vectors of them."""
+    for name, module in model.named_modules():
+        held = (*module.children(), *module.parameters(), *module.buffers())
+        home = type(module).__module__
+        if not held and home.startswith(("torch.nn.modules.activation", "transformers.activations")):
+            yield name, module
 
 
 def by_keys(torch: Any, native: Attention) -> Attention:
@@ -257,7 +249,7 @@ def row_by_row(torch: Any, module: Any) -> Callable[..., Any]:
         given = [*args, *kwargs.values()]
         first = next(each for each in given if isinstance(each, torch.Tensor))
         width = first.shape[-1]
-        count = first.numel() // width if first.ndim > 2 else len(first)
+        count = first.numel() // width
 
         def row(each: Any, n: int) -> Any:
             if not isinstance(each, torch.Tensor) or each.ndim < 2:
@@ -269,6 +261,8 @@ def row_by_row(torch: Any, module: Any) -> Callable[..., Any]:
             native(*(row(each, n) for each in args), **{k: row(v, n) for k, v in kwargs.items()})
             for n in range(count)
         ]
+        if not made:
+            return native(*args, **kwargs)
         if not isinstance(made[0], tuple):
             return torch.cat(made).reshape(*first.shape[:-1], -1)
         return tuple(torch.cat(each) for each in zip(*made, strict=True))
