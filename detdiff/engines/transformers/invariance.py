@@ -80,7 +80,7 @@ class TorchPinning:
         for shape, found in shapes.items():
             self._linear[SiteGroup("linear", shape, tuple(site for site, _ in found))] = found
         self._name = name
-        self._experts: dict[SiteGroup, list[tuple[Any, tuple[Any, ...], dict[str, Any]]]] = {}
+        self._whole: dict[SiteGroup, list[tuple[Any, tuple[Any, ...], dict[str, Any]]]] = {}
         self._attention: SiteGroup | None = None
         self._attended: list[_AttendingModule] = []
         self._discover()
@@ -115,7 +115,7 @@ class TorchPinning:
         for name, (module, _, _) in called.items():
             by_class.setdefault(type(module).__name__, []).append(name)
         for shape, names in by_class.items():
-            self._experts[SiteGroup("switch", shape, tuple(names))] = [called[name] for name in names]
+            self._whole[SiteGroup("switch", shape, tuple(names))] = [called[name] for name in names]
         if attended:
             shapes = dict.fromkeys(
                 f"{each.heads.queries} heads of {each.heads.width} over {each.heads.keys}, {str(each.query.dtype).rpartition('.')[2]}"
@@ -128,7 +128,7 @@ class TorchPinning:
     @property
     def groups(self) -> Sequence[SiteGroup]:
         own = [] if self._attention is None else [self._attention]
-        return [*self._linear, *self._experts, *own]
+        return [*self._linear, *self._whole, *own]
 
     @property
     def notes(self) -> Sequence[str]:
@@ -154,10 +154,10 @@ class TorchPinning:
                 tried = (differing_row(self._attend(each, path), each.heads, seed) for each in self._attended)
                 return next((found for found in tried if found), "")
             # Those of a group are computed alike: each seed tries another one.
-            alike = self._experts[group]
-            return self._experts_differ(path, seed, *alike[seed % len(alike)])
+            alike = self._whole[group]
+            return self._rows_differ(path, seed, *alike[seed % len(alike)])
 
-    def _experts_differ(
+    def _rows_differ(
         self, path: str, seed: int, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> str:
         """Drawn rows, routed as those of a forward were, in calls of several sizes against each of them alone."""
@@ -227,8 +227,8 @@ class TorchPinning:
                 if group in self._linear and isinstance(policy, RowPolicy):
                     for _, module in self._linear[group]:
                         stack.enter_context(replaced(module, "forward", _tiled(torch, module, policy)))
-                elif group in self._experts and policy != NATIVE:
-                    for module, _, _ in self._experts[group]:
+                elif group in self._whole and policy != NATIVE:
+                    for module, _, _ in self._whole[group]:
                         stack.enter_context(replaced(module, "forward", row_by_row(torch, module)))
                 elif policy == KEYS:
                     stack.enter_context(attention_as(model, lambda native: by_keys(torch, native)))
