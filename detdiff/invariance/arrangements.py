@@ -1,4 +1,5 @@
-"""Attention in drawn arrangements: in slots with padding on the left, several rows at a time, each row against itself alone.
+"""Attention in drawn arrangements: in slots with padding on the left, in pages beside other requests, several rows at a time, each row against
+itself alone.
 
 Sums of a 16 bit type mostly round alike in whatever order. So half of what is drawn cancels: each key is there twice, with opposite values, and what comes
 out is nothing but the roundings of the sums, which are others in another order.
@@ -32,6 +33,15 @@ ARRANGED = (
     (2, 33, 70),
     (2, 2, 1100),
     (1, 1, 530),
+)
+PAGED = (
+    # of each request: positions that stand in its pages, and its rows
+    ((12, 1),),
+    ((0, 9), (0, 4), (0, 17)),
+    ((31, 1), (5, 1), (12, 1), (40, 1)),
+    ((0, 13), (20, 3), (7, 1)),
+    ((530, 1), (0, 31)),
+    tuple((3 * n, 1) for n in range(16)),
 )
 EXPERT_OUTPUTS = 4 * OUTPUTS
 """Outputs of experts that are compared for each seed: theirs cannot be made to cancel from outside of a module, so that more are needed."""
@@ -76,6 +86,40 @@ def differing_row(attend: Attend, heads: AttentionHeads, seed: int) -> str:
                         f"row {row} of {rows} in slot {slot} of {slots}, over {last - first} of {keys} keys with {first} columns of "
                         "padding, is another than alone"
                     )
+    return ""
+
+
+def paged_row_differs(paged: Attend, outside: Attend, heads: AttentionHeads, seed: int) -> str:
+    """The same of rows of several requests in one slot, over all their keys one request after the other: ``paged`` computes these, and
+    ``outside`` a row alone over its own keys, as a request has it that is in no pages."""
+    draw = np.random.default_rng([seed, 5])
+    for requests in PAGED:
+        ends = [before + rows for before, rows in requests]
+        k, v = (
+            np.concatenate(each, axis=2)
+            for each in zip(*(cancelling(draw, heads, [0], end) for end in ends), strict=True)
+        )
+        firsts = np.cumsum([0, *ends[:-1]])
+        spans = [
+            (first, first + end - rows + row + 1)
+            for first, end, (_, rows) in zip(firsts, ends, requests, strict=True)
+            for row in range(rows)
+        ]
+        q = draw.standard_normal((1, heads.queries, len(spans), heads.width), dtype=np.float32)
+        columns = np.arange(k.shape[2])
+        seen = np.stack([(columns >= first) & (columns < last) for first, last in spans])[None, None]
+        together = paged(q, k, v, seen)
+        for row, (first, last) in enumerate(spans):
+            given = q[:, :, row : row + 1], k[:, :, first:last], v[:, :, first:last]
+            alone = outside(*given, None)
+            if np.array_equal(alone[0, 0], together[0, row]):
+                continue
+            if not np.array_equal(alone, paged(*given, None)):
+                return f"even a row alone, over {last - first} keys, is another in pages than outside of them, so that these have another function"
+            return (
+                f"row {row} of {len(spans)} of {len(requests)} requests in pages, over {last - first} of {k.shape[2]} keys, is another than "
+                "alone"
+            )
     return ""
 
 

@@ -130,6 +130,7 @@ def _compared(
         place = f"request {first.id}, at the stage {first.stage}"
     raise KernelsNotPinned(
         f"A row's bits depended on other rows in {which} ({said}; {each}): first at {place}. Expected every bit of each request alone. "
-        "What is pinned are linear layers, experts and attention that mlx-lm or transformers calls by its own function; what mixes rows there is not. "
+        "What is pinned are linear layers, experts and attention that mlx-lm or transformers calls by its own function, and activations of "
+        "transformers; what mixes rows there is not. "
         "Look at that site with detdiff compare and explain, or serve requests one at a time."
     )

@@ -23,7 +23,7 @@ from .sampled import SampledSizes, sample
 
 COMPOSITIONS = 12
 ROUNDS = 9
-_ARRANGED = 3  # seeds of arrangements that attention and experts are tried with
+_ARRANGED = 3  # seeds of arrangements that attention, experts and activations are tried with
 
 OnStep = Callable[[str, int, int], None]
 """``on_step(what, done, total)``."""
@@ -237,7 +237,7 @@ def _by_rows(pinning: Pinnable, group: SiteGroup, policy: str) -> PinnedGroup:
 
 
 def _arranged(pinning: Pinnable, group: SiteGroup, policy: str, seed: int) -> PinnedGroup:
-    """Attention and experts follow no policy for rows but ``rows``: the first path that holds in drawn arrangements."""
+    """Attention, experts and activations follow no policy for rows but ``rows``: the first path that holds in drawn arrangements."""
     paths = pinning.paths(group)
     if policy == "rows":
         paths = paths[-1:]

@@ -20,13 +20,13 @@ FEWEST = 5
 PATIENCE = 12.0
 
 SitePolicy = RowPolicy | str
-"""Of rows a `RowPolicy`; of attention and experts a path: native, keys, rows, tile:N."""
+"""Of rows a `RowPolicy`; of attention, experts and activations a path: native, keys, rows, tile:N."""
 Pins = Mapping["SiteGroup", SitePolicy]
 
 
 @dataclass(frozen=True)
 class SiteGroup:
-    """Sites of one ``kind`` (linear, head, switch, attention) and shape, which one policy serves."""
+    """Sites of one ``kind`` (linear, head, switch, activation, attention) and shape, which one policy serves."""
 
     kind: str
     shape: str

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from tiers import FULL, some_now
-from torch_models import tiny_llama, tiny_moe, torch_or_skip
+from torch_models import tiny, tiny_llama, tiny_moe, torch_or_skip
 
 import detdiff
 from detdiff.errors import EngineRefuses, KernelsNotPinned
@@ -18,6 +18,12 @@ from detdiff.invariance.compositions import check
 from detdiff.scenario import KernelPlan
 
 COMPOSITIONS = 200 if FULL else 6
+
+
+@pytest.fixture
+def few_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tenth of what is tried at each shape of a linear layer: for tests of what comes after it."""
+    monkeypatch.setattr(sampled, "OUTPUTS", sampled.OUTPUTS // 10)
 
 
 def attending(torch: Any, implementation: str, dtype: str, make: Any = tiny_llama) -> Any:
@@ -107,9 +113,9 @@ def planted(torch: Any, *places: str, reached: bool) -> Iterator[Any]:
 
 
 @pytest.mark.thorough
-def test_planted_kernels_are_gone_around(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("few_outputs")
+def test_planted_kernels_are_gone_around() -> None:
     torch = torch_or_skip()
-    monkeypatch.setattr(sampled, "OUTPUTS", 2_000)
     with planted(torch, *PLACES, reached=True) as model:
         with detdiff.invariant(model, price=(), compositions=4) as found:
             pinned = found.pinned
@@ -118,9 +124,9 @@ def test_planted_kernels_are_gone_around(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("where", some_now(PLACES, 2))
-def test_a_planted_composition_is_found(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("few_outputs")
+def test_a_planted_composition_is_found(where: str) -> None:
     torch = torch_or_skip()
-    monkeypatch.setattr(sampled, "OUTPUTS", 2_000)
     site = rf"model\.layers\.1\.{PLACES[where]}"
     with (
         planted(torch, where, reached=False) as model,
@@ -150,6 +156,87 @@ def test_rare_outputs_of_experts_are_seen(rate: int, seen: bool) -> None:
     (group,) = [each for each in pinning.groups if each.shape == "Qwen3MoeExperts"]
     found = [pinning.first_difference(group, "native", seed) for seed in range(3 if seen else 1)]
     assert any("is another than alone" in each for each in found) == seen, found
+
+
+def gemma2(torch: Any, cap: float | None) -> Any:
+    return tiny(
+        torch,
+        "Gemma2",
+        num_key_value_heads=2,
+        head_dim=16,
+        query_pre_attn_scalar=16,
+        sliding_window=4,
+        attn_logit_softcapping=cap,
+        attn_implementation="eager",
+        pad_token_id=0,
+    ).to(torch.float16)
+
+
+@pytest.mark.thorough
+@pytest.mark.usefixtures("few_outputs")
+def test_attention_that_pages_compute_by_another_function_is_refused() -> None:
+    """transformers 5.24 leaves out the cap of gemma2's scores in pages; the compositions below have no cap, and do not differ."""
+    torch = torch_or_skip()
+    with (
+        pytest.raises(
+            KernelsNotPinned, match="keys: even a row alone, over .* is another in pages than outside of them"
+        ),
+        detdiff.invariant(gemma2(torch, 50.0), price=(), compositions=0),
+    ):
+        pass
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("wrong", [True, False])
+@pytest.mark.usefixtures("few_outputs")
+def test_activations_are_pinned_where_rows_differ(wrong: bool) -> None:
+    """One that computes the last items of several rows otherwise, as torch does with those that are no whole vector."""
+    torch = torch_or_skip()
+    from detdiff.engines.transformers.taps import row_by_row
+
+    model = gemma2(torch, None)
+
+    def last_items(alone: Any, x: Any) -> Any:
+        made = alone(x)
+        if wrong and x.numel() > x.shape[-1]:
+            made.view(-1)[-16:] *= 1 + 2**-10
+        return made
+
+    for layer in model.model.layers:
+        layer.mlp.act_fn.forward = partial(last_items, row_by_row(torch, layer.mlp.act_fn))
+    with detdiff.invariant(model, price=(), compositions=COMPOSITIONS) as found:
+        assert found.checked is not None and found.checked.count == COMPOSITIONS
+    (policy,) = [str(each.policy) for each in found.pinned if each.group.kind == "activation"]
+    assert policy == ("rows" if wrong else "native")
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("wrong", [True, False])
+@pytest.mark.usefixtures("few_outputs")
+def test_what_differs_in_pages_alone_is_gone_around(wrong: bool) -> None:
+    """Attention whose rows differ where several requests' keys lie one after the other, and nowhere else."""
+    torch = torch_or_skip()
+    from detdiff.engines.transformers.taps import attention_as, by_keys
+
+    model = attending(torch, "sdpa", "float32")
+
+    def change(native: Any) -> Any:
+        alone = by_keys(torch, native)
+
+        def call(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> Any:
+            made, weights = alone(module, query, key, value, mask, **kwargs)
+            in_pages = mask is not None and len(query) == 1 and query.shape[2] > 1
+            return (made * (1 + 2**-20) if wrong and in_pages else made), weights
+
+        return call
+
+    with (
+        attention_as(model, change),
+        detdiff.invariant(model, price=(), compositions=4) as found,
+    ):
+        pass
+    (policy,) = [str(each.policy) for each in found.pinned if each.group.kind == "attention"]
+    assert policy == ("keys" if wrong else "native")
 
 
 def test_a_layer_that_mixes_rows_is_named() -> None:

@@ -1,4 +1,4 @@
-"""Pinning the kernels of a model of transformers: linear layers, experts and attention, tried and run on torch's own kernels.
+"""Pinning the kernels of a model of transformers: linear layers, experts, activations and attention, tried and run on torch's own.
 
 Importing this imports no torch: the engine whose model it pins has done so.
 """
@@ -11,12 +11,19 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import numpy as np
 
 from detdiff.errors import KernelsNotPinned
-from detdiff.invariance.arrangements import EXPERT_OUTPUTS, Attend, AttentionHeads, differing_row
+from detdiff.invariance.arrangements import (
+    EXPERT_OUTPUTS,
+    Attend,
+    AttentionHeads,
+    differing_row,
+    paged_row_differs,
+)
 from detdiff.invariance.pinning import KEYS, Pins, SiteGroup, paired_seconds
 from detdiff.invariance.policies import NATIVE, RowPolicy
 from detdiff.probe.operation import ProbedOperation, ProbeTarget
@@ -25,12 +32,21 @@ from detdiff_kernels.rounding import Float32
 
 from .linear_sites import TorchLinear, is_linear
 from .sites import bits, replaced
-from .taps import Attention, attention_as, by_keys, experts, implementations, row_by_row
+from .taps import (
+    PAGED_EAGER,
+    Attention,
+    activations,
+    attention_as,
+    by_keys,
+    experts,
+    implementations,
+    row_by_row,
+)
 
 _WORK = 1 << 30  # products of one call in a probe at most
 _CONTEXT = 32  # positions that stand in the caches before a step is timed
 _TOKENS = 24  # of the forward whose routes are tried
-_MOST_ROWS = 1500  # of experts and routers that are tried at a time
+_MOST_ROWS = 1500  # of experts, routers and activations that are tried at a time
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,7 +102,7 @@ class TorchPinning:
         self._discover()
 
     def _discover(self) -> None:
-        """One forward, which shows how experts and attention are called."""
+        """One forward, which shows how experts, activations and attention are called."""
         torch, model = self._torch, self._model
         called: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {}
         attended: list[_AttendingModule] = []
@@ -100,7 +116,14 @@ class TorchPinning:
             return call
 
         with ExitStack() as stack:
-            for name, module in experts(torch, model):
+            of_experts = list(experts(torch, model))
+            # Those of an expert are tried with it.
+            acting = {
+                name: module
+                for name, module in activations(torch, model)
+                if not any(name.startswith(f"{expert}.") for expert, _ in of_experts)
+            }
+            for name, module in (*of_experts, *acting.items()):
 
                 def hook(module: Any, args: Any, kwargs: Any, name: str = name) -> None:
                     called.setdefault(name, (module, args, kwargs))
@@ -111,11 +134,15 @@ class TorchPinning:
             vocabulary = int(model.config.get_text_config().vocab_size)
             ids = torch.arange(_TOKENS)[None] * 7 % vocabulary
             model(input_ids=ids.to(model.device))
-        by_class: dict[str, list[str]] = {}
-        for name, (module, _, _) in called.items():
-            by_class.setdefault(type(module).__name__, []).append(name)
-        for shape, names in by_class.items():
-            self._whole[SiteGroup("switch", shape, tuple(names))] = [called[name] for name in names]
+        by_class: dict[tuple[str, str], list[str]] = {}
+        for name, (module, args, _) in called.items():
+            shape = type(module).__name__
+            if name in acting:
+                by_class.setdefault(("activation", f"{shape} of {args[0].shape[-1]}"), []).append(name)
+            else:
+                by_class.setdefault(("switch", shape), []).append(name)
+        for (kind, shape), names in by_class.items():
+            self._whole[SiteGroup(kind, shape, tuple(names))] = [called[name] for name in names]
         if attended:
             shapes = dict.fromkeys(
                 f"{each.heads.queries} heads of {each.heads.width} over {each.heads.keys}, {str(each.query.dtype).rpartition('.')[2]}"
@@ -151,8 +178,9 @@ class TorchPinning:
     def first_difference(self, group: SiteGroup, path: str, seed: int) -> str:
         with self._torch.no_grad():
             if group is self._attention:
-                tried = (differing_row(self._attend(each, path), each.heads, seed) for each in self._attended)
-                return next((found for found in tried if found), "")
+                return next(
+                    filter(None, (self._attention_differs(path, seed, each) for each in self._attended)), ""
+                )
             # Those of a group are computed alike: each seed tries another one.
             alike = self._whole[group]
             return self._rows_differ(path, seed, *alike[seed % len(alike)])
@@ -160,7 +188,7 @@ class TorchPinning:
     def _rows_differ(
         self, path: str, seed: int, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> str:
-        """Drawn rows, routed as those of a forward were, in calls of several sizes against each of them alone."""
+        """Drawn rows, of experts routed as those of a forward were, in calls of several sizes against each of them alone."""
         torch, draw = self._torch, np.random.default_rng([seed, 3])
         first = next(each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor))
         with_outputs = _tensors(torch, module(*args, **kwargs))[0].numel() // _TOKENS
@@ -190,19 +218,31 @@ class TorchPinning:
                         return f"row {row} of {len(one)} is another than alone"
         return ""
 
-    def _attend(self, seen: _AttendingModule, path: str) -> Attend:
-        torch, query = self._torch, seen.query
-        call = seen.native if path == NATIVE else by_keys(torch, seen.native)
+    def _attention_differs(self, path: str, seed: int, seen: _AttendingModule) -> str:
+        """In slots with padding, and in the pages of continuous batching, which has another function in the place of eager."""
+        outside = self._attend(seen, path)
+        found = differing_row(outside, seen.heads, seed)
+        if found or implementations(self._model) not in (["eager"], ["sdpa"]):
+            return found
+        return paged_row_differs(self._attend(seen, path, in_pages=True), outside, seen.heads, seed)
+
+    def _attend(self, seen: _AttendingModule, path: str, in_pages: bool = False) -> Attend:
+        torch, query, settings, native = self._torch, seen.query, seen.settings, seen.native
         eager = implementations(self._model) == ["eager"]
+        if in_pages:
+            settings = {**settings, "is_causal": False}
+            if eager:
+                native = import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS[PAGED_EAGER]
+        call = native if path == NATIVE else by_keys(torch, native)
 
         def attend(q: Float32, k: Float32, v: Float32, shown: Any) -> Any:
             mask = None
-            if shown is not None and (not shown[:, :, -1].all() or (eager and q.shape[2] > 1)):
+            if shown is not None and (in_pages or not shown[:, :, -1].all() or (eager and q.shape[2] > 1)):
                 mask = torch.from_numpy(shown).to(query.device)
-                if eager:
+                if eager or in_pages:
                     mask = torch.where(mask, 0.0, torch.finfo(query.dtype).min).to(query.dtype)
             given = (torch.from_numpy(each).contiguous().to(query.device, query.dtype) for each in (q, k, v))
-            return bits(torch, call(seen.module, *given, mask, **seen.settings)[0]).cpu().numpy()
+            return bits(torch, call(seen.module, *given, mask, **settings)[0]).cpu().numpy()
 
         return attend
 
