@@ -10,7 +10,7 @@ from drawn_pages import drawing, page, report
 from series_samples import ENTRIES, MM, MV, SITES, small
 
 from detdiff.report.html import html
-from detdiff.report.views.map import ULP_STEPS
+from detdiff.report.views.map_cells import ULP_STEPS
 
 STATES = (
     "not compared",

@@ -21,7 +21,8 @@ from detdiff.report.svg import DARK, LIGHT, style
 from detdiff.report.views import map as plot_map
 from detdiff.report.views import plot
 from detdiff.report.views.lens import turn
-from detdiff.report.views.map import Bins, Frame, binned, grid_svg, map_svg, rectangles, scale_of, stretches
+from detdiff.report.views.map_cells import Bins, binned, rectangles, scale_of, stretches
+from detdiff.report.views.map_picture import Frame, grid_svg, map_svg
 
 VIEWS = ("map", "timeline", "margins", "lens")
 SAMPLES = {"small": small, "large": large, "hostile": hostile}

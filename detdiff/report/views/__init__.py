@@ -12,7 +12,9 @@ import numpy as np
 
 from ..document import Block, Prose, Report, Table, View, ViewKind, ViewSubject
 from .lens import LensView
-from .map import COLUMNS, EQUAL, ORIGIN, MapView, frame_of, grid_svg
+from .map import MapView
+from .map_cells import EQUAL, ORIGIN
+from .map_picture import COLUMNS, frame_of, grid_svg
 from .margins import MarginsView
 from .timeline import TimelineView
 
