@@ -18,8 +18,7 @@ from detdiff.compare.grids import Grid
 from detdiff.compare.series import Series
 from detdiff.report.document import View
 from detdiff.report.svg import DARK, LIGHT, style
-from detdiff.report.views import map as plot_map
-from detdiff.report.views import plot
+from detdiff.report.views import map_picture, plot
 from detdiff.report.views.lens import turn
 from detdiff.report.views.map_cells import Bins, binned, rectangles, scale_of, stretches
 from detdiff.report.views.map_picture import Frame, grid_svg, map_svg
@@ -112,7 +111,7 @@ def test_a_picture_that_samples_positions_is_caught(monkeypatch: pytest.MonkeyPa
     rows = [[1] * 30 for _ in range(3)]
     rows[1][7] = 3
     shows_every_origin(grid_of(rows), 10)
-    monkeypatch.setattr(plot_map, "binned", sampled)
+    monkeypatch.setattr(map_picture, "binned", sampled)
     with pytest.raises(AssertionError):
         shows_every_origin(grid_of(rows), 10)
 
