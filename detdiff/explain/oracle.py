@@ -300,6 +300,8 @@ class Outside:
     bits: int | None
     places: dict[str, Any]
     not_finite: int
+    handed: str = ""
+    """The output inside a composite that the other run hands on bit for bit; float64 has no part in it then."""
 
     @property
     def sentence(self) -> str:
@@ -313,6 +315,13 @@ class Outside:
             first, last = self.places["columns"]
             where = f", columns {first} to {last}"
         forward = self.origin_row.forward_a if self.run == "a" else self.origin_row.forward_b
+        if self.handed:
+            other = "b" if self.run == "a" else "a"
+            return (
+                f"{self.origin_row.site.name} ({self.origin_row.site.kind}{where}), position {self.origin_row.position} of "
+                f"{self.origin_row.request}, hands on the bits of {self.handed} in run {other}, and from equal inputs gives others in "
+                f"run {self.run}, forward {forward}, {size.replace('its rounding bound', 'what roundings allow')} away"
+            )
         return (
             f"{self.origin_row.site.name} ({self.origin_row.site.kind}{where}), position {self.origin_row.position} of {self.origin_row.request}, is off "
             f"float64 by {size} in run {self.run}, forward {forward}, on {self.path}"
@@ -357,6 +366,7 @@ class Scores:
                         bits,
                         places,
                         judgement.not_finite,
+                        getattr(judged.operation, "of", ""),
                     )
                 )
 

@@ -492,8 +492,8 @@ RULES: Final[tuple[VerdictRule, ...]] = (
     ),
     VerdictRule(
         "outside",
-        "an origin's output is outside the rounding bound on a side, no lower precision of its operands explains it, and a "
-        "repeat is equal",
+        "an origin's output is outside the rounding bound on a side and no lower precision of its operands explains it, or a composite "
+        "hands on the bits of its last site in one run and is off by more than roundings in the other; a repeat is equal",
         "bug",
         _outside,
         sentences.say_outside,

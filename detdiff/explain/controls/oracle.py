@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -18,7 +18,7 @@ from ..control import CannotRun, Figures, Outcome, control
 
 if TYPE_CHECKING:
     # The kernels' orders, which bounds are read from, are loaded when they are asked for.
-    from ..oracle import Operation, Scores
+    from ..oracle import JudgedOrigins, Operation, Scores
     from ..origins import Captured, OriginRow
 
 AT_MOST: Final = 40
@@ -83,6 +83,7 @@ def oracle(case: Case) -> Outcome:
 
 def judged(case: Case, at_most: int) -> Outcome:
     """The same on ``at_most`` origins, spread over all of them, and the largest beside them. Raises CannotRun."""
+    from ..handed_on import judged_as_handed_on
     from ..oracle import Scores
     from ..origins import origins, pattern
 
@@ -97,14 +98,18 @@ def judged(case: Case, at_most: int) -> Outcome:
     plain = [each for each in chosen if each.how != "composite" and each.site.kind != "cache_read"]
     between = [each for each in chosen if each.how == "composite"]
     known = all(hasattr(case.engine(side), "scanned") for side in "ab")
+    handed = {id(each): last for each in between if (last := _handed_site(case, each)) is not None}
     if not known:
         for each in between:
-            scores.skip(each, NO_BOUND)
-    if plain or (known and between):
-        asked = [*plain, *(between if known else ())]
-        sides = [capture_side(case, side, asked, origin_rows) for side in "ab"]
+            if id(each) not in handed:
+                scores.skip(each, NO_BOUND)
+        between = [each for each in between if id(each) in handed]
+    if plain or between:
+        more = {last.name for last in handed.values()}
+        sides = [capture_side(case, side, [*plain, *between], origin_rows, more) for side in "ab"]
         captured = _captured_rows(sides, origin_rows)
         places = {id(each): place for place, each in enumerate(origin_rows)}
+        lasts = [handed.get(id(each)) for each in between]
         plain, between = ([captured[places[id(each)]] for each in some] for some in (plain, between))
         origin_rows = captured
         case.known["captured"] = sides, origin_rows
@@ -112,8 +117,15 @@ def judged(case: Case, at_most: int) -> Outcome:
         plain += [each for each in _largest(origin_rows, sides) if id(each) not in taken]
         for group in _groups(plain):
             judge_rows(case, sides, group, scores, moved=_moved_before(group[0], origin_rows))
-        for each in between if known else ():
-            _judge_scan(case, sides, each, scores)
+        for each, last in zip(between, lasts, strict=True):
+            try:
+                scores.add(
+                    _judged_scan(case, sides, each)
+                    if last is None
+                    else judged_as_handed_on(sides, each, last)
+                )
+            except OracleRefused as error:
+                scores.skip(each, str(error).partition(". ")[0])
     worst = scores.first_outside()
     affected = "" if worst is None else pattern(case.a, case.b, worst.origin_row.site.name, worst.run)
     return Outcome(scores.result, scores.sentence(), OracleFigures(**scores.detail(affected)))
@@ -135,9 +147,13 @@ def sample(origin_rows: Sequence[OriginRow], at_most: int = AT_MOST) -> list[Ori
 
 
 def capture_side(
-    case: Case, side: Side, chosen: Sequence[OriginRow], origin_rows: Sequence[OriginRow]
+    case: Case,
+    side: Side,
+    chosen: Sequence[OriginRow],
+    origin_rows: Sequence[OriginRow],
+    more: Collection[str] = (),
 ) -> Captured:
-    """A re-run that keeps the values of the chosen sites, the cache entries that they need, and attention's calls at its origins."""
+    """A re-run that keeps the values of the chosen sites and ``more``, the cache entries that they need, and attention's calls at its origins."""
     from ..origins import DRAFT, Captured
 
     scenario = _until_last(case, case.scenario(side), origin_rows)
@@ -159,7 +175,7 @@ def capture_side(
             dict.fromkeys(id for each in chosen for id in sorted(scenario.turns_with(each.request)))
         ),
         positions=(0 if reads else min(positions), max(positions)),
-        sites=tuple(sorted({each.site.name for each in chosen} | writes)),
+        sites=tuple(sorted({each.site.name for each in chosen} | writes | set(more))),
         digest=scenario.capture.digest,
         memory_mb=scenario.capture.memory_mb,
     )
@@ -273,23 +289,30 @@ def _groups(chosen: Sequence[OriginRow]) -> Iterator[list[OriginRow]]:
     yield from groups.values()
 
 
-def _judge_scan(case: Case, sides: Sequence[Captured], origin: OriginRow, scores: Scores) -> None:
-    """A difference that arose between two sites, by the recurrence between them: each side by what its own was given."""
+def _handed_site(case: Case, origin: OriginRow) -> Site | None:
+    """See ``handed_site``; None where the runs are asked for other computations: over other processes, or with an adapter and without."""
+    from ..handed_on import handed_site
+
+    one = case.engine("a") is case.engine("b")
+    adapted = {request.use_adapter for side in ("a", "b") for request in case.scenario(side).requests}
+    return handed_site(case.a, case.b, origin) if one and len(adapted) < 2 else None
+
+
+def _judged_scan(case: Case, sides: Sequence[Captured], origin: OriginRow) -> JudgedOrigins:
+    """A difference that arose between two sites, by the recurrence between them: each side by what its own was given. Raises
+    OracleRefused."""
     from ..oracle import JudgedOrigins, judge
     from ..roundings import Arithmetic
 
-    try:
-        found, operations = [], []
-        for name, captured, place in zip("ab", sides, (origin.row_a, origin.row_b), strict=True):
-            engine: Any = case.engine(name)
-            operation, output, dtype = engine.scanned(captured, origin, place)
-            backend: Any = captured.trace.header["environment"].get("backend", "cpu")
-            arithmetic = Arithmetic("native", dtype, backend)
-            found.append((output, arithmetic, judge(operation, output, arithmetic)))
-            operations.append(operation)
-        scores.add(JudgedOrigins([origin], operations[0], found[0], found[1], operations[1]))
-    except OracleRefused as error:
-        scores.skip(origin, str(error).partition(". ")[0])
+    found, operations = [], []
+    for name, captured, place in zip("ab", sides, (origin.row_a, origin.row_b), strict=True):
+        engine: Any = case.engine(name)
+        operation, output, dtype = engine.scanned(captured, origin, place)
+        backend: Any = captured.trace.header["environment"].get("backend", "cpu")
+        arithmetic = Arithmetic("native", dtype, backend)
+        found.append((output, arithmetic, judge(operation, output, arithmetic)))
+        operations.append(operation)
+    return JudgedOrigins([origin], operations[0], found[0], found[1], operations[1])
 
 
 def _moved_before(attention: OriginRow, origin_rows: Sequence[OriginRow]) -> bool:
