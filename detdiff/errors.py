@@ -589,7 +589,9 @@ class Failure:
         """Any exception; one that detdiff does not raise on purpose is named by what the user can do."""
         if not isinstance(error, DetdiffError):
             error = _foreign(error)
-        return cls(type(error).__name__, " ".join(str(error).split()), error.exit_code)
+        # A name of a file that is no UTF-8 comes as halves of surrogate pairs, which nothing that tells of it could write.
+        words = str(error).encode("utf-8", "backslashreplace").decode("utf-8")
+        return cls(type(error).__name__, " ".join(words.split()), error.exit_code)
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from detdiff.errors import CommandError
@@ -57,6 +58,7 @@ def swept(asked: SweepArguments, on_step: OnStep | None = None) -> tuple[SweepSu
         run.run(_workers(asked, sweep, folder), on_step)
         found = summarise(asked.grid.stem, sweep, folder, run.failures, asked.against)
         notes = [f"run again, since its worker was lost: {name}" for name in dict.fromkeys(run.again)]
+        unwritten: list[str] = []
         for name, data in (
             (LINES, lines_text(found).encode()),
             (JUNIT, junit(found)),
@@ -66,7 +68,11 @@ def swept(asked: SweepArguments, on_step: OnStep | None = None) -> tuple[SweepSu
                 put(folder.path / name, data)
             except OSError as error:
                 notes.append(f"{name} could not be written: {error.strerror or error}")
-    return found, notes
+                unwritten.append(name)
+                with suppress(OSError):
+                    # What is there is of the sweep before, and says what is not so any more.
+                    (folder.path / name).unlink(missing_ok=True)
+    return replace(found, unwritten=tuple(unwritten)), notes
 
 
 def _workers(asked: SweepArguments, sweep: Sweep, folder: SweepFolder) -> Workers:

@@ -95,9 +95,14 @@ class RayWorkers:
             self._refused.append((task, TaskResult(failure=failure)))
             return
         traces = []
-        if isinstance(task, CompareTask):
-            names = dict.fromkeys((task.pair.a.recording, task.pair.b.recording))
-            traces = [self._trace(name) for name in names]
+        try:
+            if isinstance(task, CompareTask):
+                names = dict.fromkeys((task.pair.a.recording, task.pair.b.recording))
+                traces = [self._trace(name) for name in names]
+        except (OSError, self._ray.exceptions.RayError) as error:
+            # A trace that is not there any more, or that the cluster's store has no room for.
+            self._refused.append((task, self._told(error)))
+            return
         remote = self._remote.options(num_cpus=self._needs.cpus, num_gpus=self._needs.gpus, memory=memory)
         result, packed = remote.remote(task, self._imports, *traces)
         self._running[result] = task
@@ -124,6 +129,9 @@ class RayWorkers:
                 result = self._ray.get(each)
                 if isinstance(task, RecordTask) and result.failure is None:
                     unpacked(self._ray.get(reference), self._folder.trace(task.name))
+            except self._ray.exceptions.RayTaskError as error:
+                # Raised beside the cell, as where the machine's disk is full.
+                result = self._told(error.cause)
             except self._ray.exceptions.RayError:
                 # A worker, its machine, or an object that was lost; what a cell does wrong is in its result.
                 if isinstance(task, CompareTask):
@@ -131,10 +139,12 @@ class RayWorkers:
                         self._packed.pop(cell.recording, None)
                 result = None
             except OSError as error:
-                places = {f"{self._folder.path}{os.sep}": ""}
-                result = TaskResult(failure=without_places(Failure.of(error), places))
+                result = self._told(error)
             made.append((task, result))
         return made
+
+    def _told(self, error: BaseException) -> TaskResult:
+        return TaskResult(failure=without_places(Failure.of(error), {f"{self._folder.path}{os.sep}": ""}))
 
     def close(self, now: bool) -> None:
         for each in self._running if now else ():

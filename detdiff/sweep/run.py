@@ -30,6 +30,7 @@ from detdiff.errors import (
     Interrupted,
     SweepFolderUnusable,
     WorkerLost,
+    words_of,
 )
 
 from .cells import TRACES, CompareTask, RecordTask, SweepFolder, Task, TaskResult, run_task, without_places
@@ -270,6 +271,18 @@ def _lost(task: Task, times: int) -> TaskResult:
     return TaskResult(failure=Failure.of(error))
 
 
+def _ended(task: Task, error: BaseException) -> TaskResult:
+    what = f"{type(error).__name__} ({words_of(error)})"
+    return TaskResult(
+        failure=Failure.of(
+            WorkerLost(
+                f"What was to {_named(task)} raised {what}, which ends a Python program and not one cell; expected an answer or an error. "
+                "Correct the engine, which may call sys.exit()."
+            )
+        )
+    )
+
+
 def _remove_unfinished(folder: SweepFolder) -> None:
     """What workers that were killed have left, or the whole sweep. Nobody else writes there, since the folder is locked."""
     for path in (folder.path / SCRATCH, *(folder.path / TRACES).glob(".*")):
@@ -354,11 +367,15 @@ class WorkerProcesses:
         found: list[tuple[Task, TaskResult | None]] = []
         for future in ended:
             place, task = self._running.pop(future)
-            try:
-                found.append((task, future.result()))
-            except BrokenProcessPool:
+            # Not raised: what ends a Python program, such as an engine's sys.exit(), ends one cell's step here.
+            error = future.exception()
+            if isinstance(error, BrokenProcessPool):
                 self._pools[place], self._engines[place] = None, ""
                 found.append((task, None))
+            elif error is not None:
+                found.append((task, _ended(task, error)))
+            else:
+                found.append((task, future.result()))
         return found
 
     def close(self, now: bool) -> None:

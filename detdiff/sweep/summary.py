@@ -28,17 +28,19 @@ _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 @dataclass(frozen=True)
 class SweepSummary:
-    """All pairs of a sweep in its order; ``gone`` are those of the sweep before that this one has not."""
+    """All pairs of a sweep in its order; ``gone`` are those of the sweep before that this one has not, ``unwritten`` the files that
+    should say all this and could not be written."""
 
     name: str
     entries: tuple[IndexEntry, ...]
     gone: tuple[str, ...] = ()
+    unwritten: tuple[str, ...] = ()
 
     @property
     def exit_code(self) -> int:
-        """As of a comparison: 2 where a pair has no answer, else 1 where one differs, else 3 where one is inconclusive."""
+        """As of a comparison: 2 where a pair has no answer or a file is unwritten, else 1 where one differs, else 3 where one is inconclusive."""
         kinds = {each.kind for each in self.entries}
-        if FAILED in kinds:
+        if FAILED in kinds or self.unwritten:
             return 2
         if kinds - {IDENTICAL, *INCONCLUSIVE}:
             return 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -20,13 +21,14 @@ from grids import OFF, HereAndNow, built_in, differing, grid, kept, run, run_her
 from tiers import only_in_full
 
 from detdiff.commands import sides
+from detdiff.commands import sweep as sweep_command
 from detdiff.commands.sweep import SweepArguments, sweep_text, swept
 from detdiff.engines.base import Engine
 from detdiff.engines.registry import open_engine
 from detdiff.errors import CommandError, Interrupted, NotLocal, SweepFolderUnusable
 from detdiff.scenario import Scenario
 from detdiff.sweep import cells
-from detdiff.sweep.cells import RecordTask, SweepFolder, Task, TaskResult, run_task
+from detdiff.sweep.cells import RecordTask, SweepFolder, Task, TaskResult, put, run_task
 from detdiff.sweep.grid import read_grid
 from detdiff.sweep.run import Agenda, only_one
 
@@ -171,12 +173,40 @@ def test_each_failure_is_told_in_its_cell_and_all_others_finish(tmp_path: Path) 
 
 
 @pytest.mark.thorough
-def test_too_little_memory_is_told_in_its_cell(tmp_path: Path) -> None:
-    axes = 'how = {sound = "", large = "engine.megabytes=3000"}\nschedule = ["serial", "static"]'
-    path = grid(tmp_path, axes)
+def test_too_little_memory_and_an_engine_that_ends_its_program_are_told_in_their_cells(
+    tmp_path: Path,
+) -> None:
+    hows = (
+        '{sound = "", large = "engine.megabytes=3000", leaves = "engine.exits=true", off = "engine.off=true"}'
+    )
+    path = grid(tmp_path, f'how = {hows}\nschedule = ["serial", "static"]')
     found = run(path, tmp_path / "out", memory_mb=1500)
-    assert [each.kind for each in found.entries] == ["identical", "failed"]
+    assert [each.kind for each in found.entries] == ["identical", "failed", "failed", "different"]
     assert "MemoryError" in found.entries[1].headline
+    assert "raised SystemExit (weights.\\udcff), which ends a Python program" in found.entries[2].headline
+    assert found.exit_code == 2
+
+
+def test_a_summary_that_cannot_be_written_is_trouble_and_leaves_none_of_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_here(monkeypatch)
+    path, out = grid(tmp_path, 'schedule = ["serial", "static"]'), tmp_path / "out"
+    assert run(path, out).exit_code == 0
+    before = kept(out)
+
+    def full(path: Path, data: bytes) -> None:
+        if path.suffix == ".xml":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        put(path, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sweep_command, "put", full)
+        found, notes = swept(SweepArguments(path, out))
+    assert found.exit_code == 2 and [each.kind for each in found.entries] == ["identical"]
+    assert notes == ["sweep.xml could not be written: No space left on device"]
+    assert not (out / "sweep.xml").exists() and (out / "sweep.jsonl").exists()
+    assert run(path, out).exit_code == 0 and kept(out) == before
 
 
 FULL_DISK = """

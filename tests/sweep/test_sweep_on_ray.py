@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -122,6 +124,40 @@ def test_a_cell_that_no_machine_has_room_for_is_told_and_one_that_always_dies_to
     asked, _ = on_ray(path, tmp_path / "other", cluster)
     assert {each.kind for each in asked.entries} == {"failed"}
     assert "no machine of the cluster has them" in asked.entries[0].headline
+
+
+def test_a_trace_that_is_gone_and_a_full_machine_are_told_in_their_cells(
+    tmp_path: Path, cluster: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = tmp_path / "out/traces/engine.off=true,schedule=serial"
+
+    class Full(on_ray_module.RayWorkers):
+        def __init__(self, *told: Any) -> None:
+            super().__init__(*told)
+
+            def full(task: Any, *more: Any) -> Any:
+                if task.name == "engine.off=1,schedule=serial":
+                    raise OSError(errno.ENOSPC, "No space left on device")
+                return run_on_worker(task, *more)
+
+            import ray
+
+            self._remote = ray.remote(max_retries=0, num_returns=2)(full)
+
+        def finished(self) -> list[tuple[Any, Any]]:
+            found = super().finished()
+            shutil.rmtree(gone, ignore_errors=True)
+            return found
+
+    monkeypatch.setattr(on_ray_module, "RayWorkers", Full)
+    path = grid(tmp_path, OFF.replace("[false, true]", "[false, true, 1]"))
+    found, notes = on_ray(path, tmp_path / "out", cluster)
+    assert [each.kind for each in found.entries] == ["identical", "failed", "failed"] and notes == []
+    said = [each.headline for each in found.entries[1:]]
+    assert "traces/engine.off=true,schedule=serial" in said[0] and str(tmp_path) not in said[0]
+    assert "No space left on device" in said[1]
+    again = run(path, tmp_path / "out", imports=("sweep_engine",))
+    assert [each.kind for each in again.entries] == ["identical", "different", "different"]
 
 
 def test_source_and_modules_of_the_users_are_shipped_to_another_machine(
