@@ -12,7 +12,7 @@ from typing import Any
 from detdiff.compare import compare
 from detdiff.engines.base import CONTINUOUS, PACKED, PREFILL_CHUNK, STATIC, Engine, RunOptions
 from detdiff.engines.record import record
-from detdiff.errors import KernelsNotPinned, LayoutError
+from detdiff.errors import EngineRefuses, KernelsNotPinned, LayoutError
 from detdiff.scenario import Scenario
 from detdiff.trace import Trace
 
@@ -26,12 +26,14 @@ OnComposition = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class CheckedCompositions:
-    """``count`` compositions of ``requests`` drawn requests in which no bit of ``values`` digests of rows differed."""
+    """``count`` compositions of ``requests`` drawn requests in which no bit of ``values`` digests of rows differed; ``left_out``: why the
+    engine does not serve this model in a schedule, which none of them has then."""
 
     count: int
     requests: int
     values: int
     seed: int
+    left_out: tuple[str, ...] = ()
 
 
 def check(
@@ -42,6 +44,7 @@ def check(
     Raises KernelsNotPinned with the composition, the site and the row at the first that differs.
     """
     layouts = ["padded", *(["packed"] if PACKED in engine.capabilities else [])]
+    kinds, left_out = _schedules(engine)
     requests = values = 0
     alone: Trace | None = None
     with tempfile.TemporaryDirectory(prefix="detdiff-") as folder:
@@ -54,7 +57,9 @@ def check(
                     engine=engine, options=_QUIET,
                 )  # fmt: skip
                 requests += len(drawn)
-            keys = _composition(engine, draw, layouts[number % len(layouts)], number // len(layouts))
+            # Layouts and schedules take turns, so that a few compositions have all of them.
+            kind = kinds[number // len(layouts) % len(kinds)]
+            keys = _composition(engine, draw, layouts[number % len(layouts)], kind)
             arriving = [
                 {**each, "arrival": draw.randrange(5)} if keys["schedule"] == "continuous" else each
                 for each in drawn
@@ -76,7 +81,23 @@ def check(
             values += _compared(alone, together, f"composition {number} of seed {seed}", arriving, keys)
             if on_composition is not None:
                 on_composition(number + 1, count)
-    return CheckedCompositions(count, requests, values, seed)
+    return CheckedCompositions(count, requests, values, seed, left_out)
+
+
+def _schedules(engine: Engine) -> tuple[list[str], tuple[str, ...]]:
+    """The schedules in which this engine serves its model together, and why not in the others. Raises EngineRefuses where it does in none."""
+    kinds: list[str] = []
+    refused: dict[str, EngineRefuses] = {}
+    for kind in (CONTINUOUS, STATIC):
+        if kind in engine.capabilities:
+            try:
+                engine.check(_scenario(engine, _requests(engine, random.Random(0)), {"schedule": kind}))
+                kinds.append(kind)
+            except EngineRefuses as error:
+                refused[kind] = error
+    if refused and not kinds:
+        raise next(iter(refused.values()))
+    return kinds, tuple(f"{kind}: {error}" for kind, error in refused.items())
 
 
 def _requests(engine: Engine, draw: random.Random) -> list[dict[str, Any]]:
@@ -92,10 +113,8 @@ def _requests(engine: Engine, draw: random.Random) -> list[dict[str, Any]]:
     ]
 
 
-def _composition(engine: Engine, draw: random.Random, layout: str, turn: int) -> dict[str, Any]:
-    """Layouts and schedules take turns, so that a few compositions have all of them."""
-    kinds = [kind for kind in (CONTINUOUS, STATIC) if kind in engine.capabilities]
-    keys: dict[str, Any] = {"schedule": kinds[turn % len(kinds)], "layout": layout}
+def _composition(engine: Engine, draw: random.Random, layout: str, kind: str) -> dict[str, Any]:
+    keys: dict[str, Any] = {"schedule": kind, "layout": layout}
     if PREFILL_CHUNK in engine.capabilities:
         keys["prefill_chunk"] = draw.choice((3, 8, 2048))
     if draw.random() < 0.5:

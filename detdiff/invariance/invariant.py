@@ -91,6 +91,7 @@ class InvariantModel:
                 f"checked: {self.checked.count} random compositions of {self.checked.requests} requests, {self.checked.values:,} digests, "
                 "none differs"
             )
+            lines += [f"not checked in the schedule {reason}" for reason in self.checked.left_out]
         lines += [
             f"price of a decode step at batch {each.batch}: {each.ratio:.2f} of native ({each.low:.2f} to {each.high:.2f}, "
             f"{each.rounds} rounds; {1e3 * each.native:.2f} ms -> {1e3 * each.pinned:.2f} ms)"

@@ -239,6 +239,19 @@ def test_what_differs_in_pages_alone_is_gone_around(wrong: bool) -> None:
     assert policy == ("keys" if wrong else "native")
 
 
+@pytest.mark.thorough
+@pytest.mark.usefixtures("few_outputs")
+def test_a_schedule_that_refuses_the_model_is_left_out_and_said() -> None:
+    torch = torch_or_skip()
+    model = attending(torch, "sdpa", "float32")
+    with detdiff.invariant(model, price=(), compositions=1) as found:
+        assert "not checked in the schedule" not in str(found)
+    model.generation_config.repetition_penalty = 1.1
+    with detdiff.invariant(model, price=(), compositions=2) as found:
+        assert found.checked is not None and found.checked.count == 2
+    assert "not checked in the schedule continuous: The model's generation_config asks for" in str(found)
+
+
 def test_a_layer_that_mixes_rows_is_named() -> None:
     torch = torch_or_skip()
     model = attending(torch, "sdpa", "float32")
