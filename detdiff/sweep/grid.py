@@ -155,8 +155,15 @@ def _keys(where: str, table: Any, known: Sequence[str]) -> dict[str, Any]:
 def _axes(path: Path, given: Any) -> dict[str, dict[str, _Changes]]:
     """By axis and label, the keys that the value changes."""
     if not isinstance(given, dict) or not given:
+        found = (
+            "has no [axes]"
+            if given is None
+            else "has an empty [axes]"
+            if given == {}
+            else f"has axes = {given!r}"
+        )
         raise GridUnusable(
-            f'{path} has no [axes]; expected a table of keys with the values of each, such as schedule = ["serial", "static"]. '
+            f'{path} {found}; expected a table of keys with the values of each, such as schedule = ["serial", "static"]. '
             "Write one."
         )
     axes: dict[str, dict[str, _Changes]] = {}

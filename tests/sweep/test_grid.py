@@ -127,6 +127,8 @@ def test_names_do_not_depend_on_the_other_cells(tmp_path: Path) -> None:
 PAIRS = "[pairs]\nbaseline = {seed = 0}\n"
 REFUSED = {
     "no axes": (PAIRS, GridUnusable, "has no .axes."),
+    "empty axes": ("[axes]\n" + PAIRS, GridUnusable, "has an empty .axes."),
+    "axes that are no table": ("axes = 3\n" + PAIRS, GridUnusable, "has axes = 3; expected a table"),
     "an axis of no key": ("[axes]\nshedule = ['serial']\n" + PAIRS, ScenarioError, "did you mean 'schedule'"),
     "an axis of no values": ("[axes]\nseed = []\n" + PAIRS, GridUnusable, "axis seed is"),
     "a value twice": ("[axes]\nseed = [1, 1]\n" + PAIRS, GridUnusable, "has 1 twice"),
@@ -183,7 +185,7 @@ REFUSED = {
 def test_what_makes_no_sweep_is_refused_by_name(tmp_path: Path, name: str) -> None:
     text, error, words = REFUSED[name]
     base = BASE
-    if text.startswith(("base", "prompts")):
+    if text.startswith(("base", "prompts", "axes")):
         first, _, text = text.partition("\n")
         base = first + "\n" + BASE
     with pytest.raises(error, match=words) as caught:

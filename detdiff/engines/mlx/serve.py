@@ -132,8 +132,12 @@ class Sessions:
         except (TypeError, ValueError, RuntimeError) as error:
             raise ModelRunError(
                 f"The model {scenario.model!r} failed on a first forward of a few tokens: "
-                f"{str(error).splitlines()[0].rstrip('.')}. Expected a model that mlx-lm runs: check its config.json and "
-                "the dtypes of its weights; `--debug` shows where it failed."
+                f"{str(error).splitlines()[0].rstrip('.')}. "
+                + (
+                    _experts(error)
+                    or "Expected a model that mlx-lm runs: check its config.json and the dtypes of its weights"
+                )
+                + "; `--debug` shows where it failed."
             ) from error
         if models.target.share is not None:
             target.sites = models.target.share.placed(target.sites)
@@ -243,9 +247,24 @@ def serve(
             raise
         raise ModelRunError(
             f"The model {scenario.model!r} failed while {len(work)} requests ran with schedule {scenario.schedule.kind} "
-            f"in the {scenario.schedule.layout} layout: {str(error).rstrip('.')}. Expected a model that mlx-lm runs so on "
-            "this machine. Try schedule serial, another dtype or another device; `--debug` shows where it failed."
+            f"in the {scenario.schedule.layout} layout: {str(error).rstrip('.')}. "
+            + (
+                _experts(error)
+                or "Expected a model that mlx-lm runs so on this machine. Try schedule serial, another dtype or another device"
+            )
+            + "; `--debug` shows where it failed."
         ) from error
+
+
+def _experts(error: Exception) -> str:
+    """What to do about mlx's one limit that no schedule or layout gets around; empty for other errors."""
+    if "[GatherMM::eval]" not in str(error):
+        return ""
+    # Shown in docs/findings.md, whose examples are run as tests.
+    return (
+        "On a processor mlx multiplies the weights of experts that are not quantised in float32 alone; expected experts in float32, quantised "
+        "ones (mlx_lm.convert --dtype float32, or --quantize), or a GPU. No schedule or layout changes that"
+    )
 
 
 def packed_engine(
