@@ -26,7 +26,7 @@ from detdiff.commands.sweep import SweepArguments, swept
 from .paired import alternate, ratio, spread
 
 GRID = Path(__file__).with_suffix(".toml")
-ROUNDS = 5
+ROUNDS = 3
 TOKENS = (24, 64)
 """Of each of a cell's two requests. Starting a worker takes as long as ten cells of the fewer."""
 DIFFERS = 1
