@@ -25,7 +25,7 @@ settings.register_profile("local", deadline=None, print_blob=True, max_examples=
 settings.register_profile("ci", deadline=None, print_blob=True, derandomize=True, database=None)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
 
-COSTLY_PAGES = ("docs/findings.md", "docs/reduce.md", "docs/strategies.md")
+COSTLY_PAGES = ("docs/findings.md", "docs/invariance.md", "docs/reduce.md", "docs/strategies.md")
 """Pages with examples of seconds, of what tests of the first tier show too."""
 
 pytest_plugins = ["plugins.real_models", "stores", "pytester"]

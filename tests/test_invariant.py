@@ -178,6 +178,7 @@ class OddLinear(nn.Linear):
         return mx.where(moved, flat * (1 + 2**-20), flat).reshape(y.shape) if rows < 5 else y
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("few_outputs")
 def test_a_kernel_with_odd_numbers_of_rows_is_gone_around() -> None:
     """The same kind of fault where a policy reaches it: the sizes that agree leave 3, 4 and 13 out."""

@@ -26,7 +26,7 @@ MADE_OF = [
 ]
 
 
-@pytest.mark.parametrize(("changed", "code"), some_now(MADE_OF, 1))
+@pytest.mark.parametrize(("changed", "code"), some_now(MADE_OF))
 def test_a_loop_made_of_changed_sources_is_compiled_anew(tmp_path: Path, changed: str, code: str) -> None:
     """numba's own check looks only at the file of the loop, and would go on running the old operations."""
     copy = tmp_path / "detdiff_kernels"
