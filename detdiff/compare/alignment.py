@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
@@ -413,7 +414,7 @@ class CommonPorts:
                     numbers[site.name, name] = len(numbers)
                     names.append(f"{site.name}.{name}")
                     at.append(place)
-        inside = _descendants(common)
+        inside = descendants(common)
         drafts = all(isinstance(trace.header.get("draft"), dict) for trace in (a, b))
         stateful = {site.parent for site in common if site.kind == "state"}
         names_of = {site.name: place for place, site in enumerate(common)}
@@ -513,7 +514,8 @@ class Columns:
         return bits
 
 
-def _descendants(sites: list[Site]) -> list[list[int]]:
+def descendants(sites: Sequence[Site]) -> list[list[int]]:
+    """For each site the places of those inside it, in execution order."""
     place = {site.name: n for n, site in enumerate(sites)}
     inside: list[list[int]] = [[] for _ in sites]
     for n, site in enumerate(sites):

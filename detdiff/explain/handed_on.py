@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from detdiff.compare.alignment import descendants
 from detdiff.errors import OracleRefused
 from detdiff.trace import Site, Trace
 
@@ -44,7 +45,8 @@ class HandedOn:
 def handed_site(a: Trace, b: Trace, origin: OriginRow) -> Site | None:
     """The last site inside a composite, where all that it was given and all inside it is equal in both runs and one of them alone hands
     on that site's bits, by their digests; else None."""
-    inside = _inside(a, origin.site)
+    places = {site.name: place for place, site in enumerate(a.sites)}
+    inside = [a.sites[place] for place in descendants(a.sites)[places[origin.site.name]]]
     ports = [
         *((origin.site.name, port) for port in origin.site.inputs),
         *((site.name, port) for site in inside for port in (*site.inputs, *site.outputs)),
@@ -63,15 +65,6 @@ def handed_site(a: Trace, b: Trace, origin: OriginRow) -> Site | None:
     made, given = (origin.site.name, origin.site.outputs[0]), (last.name, last.outputs[0])
     hands = [found.get(made) == found.get(given) is not None for found in (found_a, found_b)]
     return last if hands[0] != hands[1] and made in found_a and made in found_b else None
-
-
-def _inside(trace: Trace, composite: Site) -> list[Site]:
-    """The sites that a composite holds, in execution order; it completes after them."""
-    held = {composite.name}
-    for site in reversed(trace.sites):
-        if site.parent in held:
-            held.add(site.name)
-    return [site for site in trace.sites if site.name in held and site.name != composite.name]
 
 
 def _digests(trace: Trace, row: int) -> dict[tuple[str, str], int]:

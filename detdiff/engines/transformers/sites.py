@@ -238,13 +238,18 @@ def _blocks(torch: Any, modules: dict[str, Any]) -> set[str]:
     }
 
 
+def multiplies(torch: Any, module: Any) -> bool:
+    """Whether a module is a linear layer of torch, or transformers' own of GPT-2."""
+    return isinstance(module, torch.nn.Linear) or type(module).__name__ == "Conv1D"
+
+
 def _kind(torch: Any, name: str, module: Any, blocks: set[str], head: Any) -> str:
     kind, last = type(module).__name__, name.rpartition(".")[2]
     if module is head:
         return "head"
     if isinstance(module, torch.nn.Embedding):
         return "embedding"
-    if isinstance(module, torch.nn.Linear) or kind == "Conv1D":
+    if multiplies(torch, module):
         return "linear"
     if "Norm" in kind:
         return "norm"

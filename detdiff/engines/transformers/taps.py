@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from .sites import call_names, first_tensor, output_tensor, replaced
+from .sites import call_names, first_tensor, multiplies, output_tensor, replaced
 
 
 class KeysShown(NamedTuple):
@@ -169,8 +169,7 @@ def pinned(torch: Any, model: Any) -> Iterator[None]:
     batch: one kernel path for every number of rows."""
     with contextlib.ExitStack() as stack:
         for module in model.modules():
-            linear = isinstance(module, torch.nn.Linear) or type(module).__name__ == "Conv1D"
-            if linear:
+            if multiplies(torch, module):
                 stack.enter_context(replaced(module, "forward", row_by_row(torch, module)))
         for _, module in (*experts(torch, model), *activations(torch, model)):
             stack.enter_context(replaced(module, "forward", row_by_row(torch, module)))
@@ -236,8 +235,8 @@ def by_keys(torch: Any, native: Attention) -> Attention:
 def experts(torch: Any, model: Any) -> Iterator[tuple[str, Any]]:
     """Routers, and experts that hold their weights in one tensor, by name."""
     for name, module in model.named_modules():
-        linear = isinstance(module, torch.nn.Linear) or type(module).__name__ == "Conv1D"
-        if not linear and re.search(r"Experts|Router|Gate$", type(module).__name__) and _own_weights(module):
+        named = re.search(r"Experts|Router|Gate$", type(module).__name__)
+        if named and not multiplies(torch, module) and _own_weights(module):
             yield name, module
 
 
